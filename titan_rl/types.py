@@ -6,9 +6,13 @@ Plain data, standard library only: these travel between layers and into JSON. Te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -191,3 +195,37 @@ class Sample:
     group_index: int
     sample_index: int
     is_truncated: bool
+
+
+@dataclass(slots=True)
+class WeightUpdate:
+    """New weights for a generator, as a stream.
+
+    Attributes:
+        kind: ``"full"``: every tensor of the model, by its Hugging Face name.
+        version: The ``policy_version`` of these weights.
+        base_version: The version that the update applies to; None for a full update.
+        tensors: Pairs ``(name, full tensor)``. It is consumed once; every rank sees the same order of
+            names and must consume all of it, because producing it takes collectives.
+    """
+
+    kind: Literal["full"]
+    version: int
+    base_version: int | None
+    tensors: Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReceipt:
+    """What a generator received in one :class:`WeightUpdate`.
+
+    Attributes:
+        version: ``WeightUpdate.version``.
+        checksums: Integer checksum (:func:`titan_rl.functional.checksum.tensor_checksum`) by name, as
+            computed by the generator on what arrived.
+        unwritten: Parameters of the generator's own model that nothing was written to.
+    """
+
+    version: int
+    checksums: Mapping[str, int]
+    unwritten: tuple[str, ...] = ()

@@ -1,0 +1,1 @@
+"""Pure functions on tensors: no configuration, no I/O, no process group."""
