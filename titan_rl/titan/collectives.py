@@ -1,0 +1,74 @@
+"""The few collectives that titan_rl needs besides TorchTitan's own: of scalars, flags and barriers.
+
+Tokens and rollouts are never gathered. Layers above receive a :class:`Collectives` and know no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torchtitan.distributed import ParallelDims
+
+Reduction = Literal["sum", "max", "min"]
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Collectives:
+    """Collectives over the data-parallel ranks of a run.
+
+    Attributes:
+        rank: Global rank of this process.
+        world_size: Number of processes.
+        data_rank: Index of this data-parallel rank.
+        data_size: Number of data-parallel ranks.
+    """
+
+    def __init__(self, parallel_dims: ParallelDims, device: torch.device) -> None:
+        """Find the data-parallel group.
+
+        Args:
+            parallel_dims: TorchTitan's mesh of the run.
+            device: Device of this process; scalars travel on it.
+        """
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._device = device
+        mesh = parallel_dims.get_mesh("batch") if parallel_dims.dp_enabled else None
+        self._data_group = mesh.get_group() if mesh is not None else None
+        self.data_rank = mesh.get_local_rank() if mesh is not None else 0
+        self.data_size = mesh.size() if mesh is not None else 1
+
+    def reduce(self, values: Mapping[str, float], how: Reduction) -> dict[str, float]:
+        """Reduce named scalars over the data-parallel ranks; all ranks must pass the same names.
+
+        Args:
+            values: Scalars by name.
+            how: ``sum``, ``max`` or ``min``.
+        """
+        names = sorted(values)
+        if self._data_group is None or not names:
+            return {name: float(values[name]) for name in names}
+        packed = torch.tensor([float(values[n]) for n in names], dtype=torch.float64, device=self._device)
+        dist.all_reduce(packed, op=_OPS[how], group=self._data_group)
+        return dict(zip(names, packed.tolist(), strict=True))
+
+    def reduce_scalar(self, value: float, how: Reduction) -> float:
+        """Reduce one scalar over the data-parallel ranks."""
+        return self.reduce({"": value}, how)[""]
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank of the run, whatever its place in the mesh."""
+        if self.world_size == 1:
+            return flag
+        packed = torch.tensor([int(flag)], device=self._device)
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+        return bool(packed.item())
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come here."""
+        if self.world_size > 1:
+            dist.barrier()

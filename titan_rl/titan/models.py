@@ -1,0 +1,175 @@
+"""Which model a run uses: a TorchTitan flavor by name, a user's package, or a Hugging Face directory."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.models import _supported_models
+from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools import utils as titan_utils
+
+from titan_rl.errors import ConfigError
+from titan_rl.titan.attention import use_cpu_attention
+from titan_rl.titan.hf_config import spec_from_hf
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelSection:
+    """Table ``[model]``."""
+
+    name: str = ""
+    """A TorchTitan model ("llama3", "qwen3", ...) or an importable module that has ``model_registry``.
+    Empty: the model is built from ``config.json`` in ``hf_assets_path``."""
+
+    flavor: str = ""
+    """Flavor of ``name``, for example "debugmodel" or "0.6B"."""
+
+    hf_assets_path: str = ""
+    """Directory in Hugging Face layout: tokenizer, and weights and ``config.json`` if there are any.
+    A relative path is looked up in the working directory, then next to the TOML file."""
+
+    attn_backend: str = "flex"
+    """TorchTitan's attention implementation: "flex", "flex_flash" or "varlen". On a CPU always per document."""
+
+    allow_random_init: bool = False
+    """Train from random weights when neither a checkpoint nor weights in ``hf_assets_path`` exist."""
+
+    export: bool = True
+    """At the end write ``<dump_folder>/export``: weights, ``config.json`` and tokenizer in Hugging Face layout."""
+
+
+def build_spec(section: ModelSection, *, context_parallel: bool = False) -> ModelSpec:
+    """Build the model spec that ``[model]`` names, ready for this process's device.
+
+    Args:
+        section: The table.
+        context_parallel: Whether rows are split over ranks.
+
+    Raises:
+        ConfigError: the model, flavor or directory does not exist or is not supported.
+    """
+    if section.name:
+        spec = _spec_by_name(section)
+    elif section.hf_assets_path:
+        spec = spec_from_hf(Path(section.hf_assets_path), attn_backend=section.attn_backend)
+    else:
+        raise ConfigError(
+            "model",
+            "name a model: name and flavor, or hf_assets_path",
+            "neither",
+            'Set [model] hf_assets_path = "models/..." or name = "qwen3" and flavor = "0.6B".',
+        )
+    if titan_utils.device_type == "cpu":
+        use_cpu_attention(spec.model, per_document=not context_parallel)
+    return spec
+
+
+def _spec_by_name(section: ModelSection) -> ModelSpec:
+    """A spec from TorchTitan's or a user's ``model_registry``."""
+    path = f"torchtitan.models.{section.name}" if section.name in _supported_models else section.name
+    try:
+        module = importlib.import_module(path)
+    except ImportError as error:
+        raise ConfigError(
+            "model.name",
+            f"be one of {', '.join(sorted(_supported_models))} or an importable module",
+            section.name,
+            f"Importing it failed: {error}.",
+        ) from error
+    registry = getattr(module, "model_registry", None)
+    if registry is None:
+        raise ConfigError(
+            "model.name",
+            "name a module with a function model_registry(flavor, attn_backend=...)",
+            section.name,
+            'See docs/models.md, "your own model".',
+        )
+    try:
+        return registry(section.flavor, attn_backend=section.attn_backend)
+    except (KeyError, ValueError) as error:
+        flavors = next((sorted(v) for k, v in vars(module).items() if k.endswith("_configs")), [])
+        raise ConfigError(
+            "model.flavor",
+            f"be one of {', '.join(flavors)}" if flavors else f"be known to {section.name}",
+            section.flavor,
+            f"Its registry said: {error}.",
+        ) from error
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Number of parameters, tied ones counted once, over all shards."""
+    return sum(p.numel() for p in {id(p): p for p in module.parameters()}.values())
+
+
+def build_sibling(trainer: Trainer, *, offload_to_cpu: bool = False) -> nn.Module:
+    """Build a second, frozen model like the policy, under the policy's parallelism. Its weights are not set.
+
+    Args:
+        trainer: A TorchTitan trainer after its ``__init__``, without pipeline parallelism.
+        offload_to_cpu: Keep the shards in host memory between forward passes (FSDP's CPU offload).
+
+    Returns:
+        The sharded model in evaluation mode, without gradients; it returns hidden states like the policy.
+    """
+    config, spec = trainer.config, cast(ModelSpec, trainer.config.model_spec)
+    training = dataclasses.replace(config.training, enable_cpu_offload=offload_to_cpu)
+    with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
+        model = copy.deepcopy(trainer.model_config).build()
+    model = spec.parallelize_fn(
+        model,
+        parallel_dims=trainer.parallel_dims,
+        training=training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=None,
+        dump_folder=config.dump_folder,
+    )
+    model.to_empty(device="cpu" if offload_to_cpu else titan_utils.device_type)
+    buffer_device = torch.device(titan_utils.device_type) if offload_to_cpu else None
+    with torch.no_grad():
+        cast(BaseModel, model).init_weights(buffer_device=buffer_device)
+    return model.eval().requires_grad_(False)
+
+
+def build_unsharded(model_config: BaseModel.Config, *, max_seq_len: int) -> nn.Module:
+    """Build a whole model on this process's device, for the local generator. Its weights are not set.
+
+    Args:
+        model_config: The policy's model configuration.
+        max_seq_len: Positions that its RoPE cache must hold.
+    """
+    config: Any = copy.deepcopy(model_config)
+    for layer in config.layers:
+        attention = getattr(layer, "attention", None)
+        if attention is not None and getattr(attention, "rope", None) is not None:
+            attention.rope = dataclasses.replace(attention.rope, max_seq_len=max_seq_len)
+    with torch.device("meta"):
+        model = config.build()
+    model.to_empty(device=titan_utils.device_type)
+    with torch.no_grad():
+        cast(BaseModel, model).init_weights(buffer_device=None)
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def copy_shards(source: nn.Module, target: nn.Module) -> None:
+    """Copy the weights of one sharded model into another of equal layout, shard by shard."""
+    for ours, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        local(ours).copy_(local(theirs))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor

@@ -1,0 +1,299 @@
+"""Weights between the sharded policy and the Hugging Face layout: the stream, loading, and export.
+
+One tensor at a time is gathered to its full shape and then given to TorchTitan's state-dict adapter. The
+adapters never see shards: on those they can fail when the heads do not divide.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+
+from titan_rl.errors import ConfigError
+from titan_rl.titan.init import replicated
+
+TIED_HEAD = "lm_head.weight"
+TIED_EMBEDDING = "model.embed_tokens.weight"
+ASSET_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+)
+_SHARD_BYTES = 4 * 2**30
+
+
+class WeightStream:
+    """The policy's weights as ``(Hugging Face name, full tensor)`` pairs, in one order on all ranks.
+
+    Without a state-dict adapter the names are TorchTitan's own.
+    """
+
+    def __init__(self, model: nn.Module, adapter: BaseStateDictAdapter | None) -> None:
+        """Prepare the stream.
+
+        Args:
+            model: The policy, sharded or not, one part (no pipeline parallelism).
+            adapter: TorchTitan's adapter of this model, or None.
+        """
+        self._model, self._adapter = model, adapter
+        self._is_tied = bool(getattr(model, "enable_weight_tying", False))
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor once. Every rank must consume all of it: each item takes a collective.
+
+        Raises:
+            ConfigError: the adapter drops a trainable parameter.
+        """
+        for key, value in iterate_state(self._model):
+            if self._is_tied and key == TIED_HEAD:
+                continue  # the embedding is yielded under both names below
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            full = full.detach()
+            for name, tensor in self._to_hf(key, full).items():
+                yield name, tensor
+                if self._is_tied and name == TIED_EMBEDDING:
+                    # A generator that packed its own copy of the head keeps a stale one otherwise.
+                    yield TIED_HEAD, tensor
+
+    def _to_hf(self, key: str, full: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        if self._adapter is None:
+            return {key: full}
+        converted = self._adapter.to_hf({key: full})
+        if not converted:
+            raise ConfigError(
+                f"model parameter {key}",
+                "be known to the model's state-dict adapter, so that it can reach the generator",
+                "no Hugging Face name",
+                "Extend the adapter's from_hf_map; a parameter that is trained but not pushed goes stale.",
+            )
+        return converted
+
+
+def iterate_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate the state dict module by module.
+
+    TorchTitan's fused attention replicates its weights in ``state_dict()``; going module by module, only
+    one layer is replicated at a time.
+
+    Args:
+        model: A TorchTitan decoder.
+
+    Yields:
+        TorchTitan's name and the tensor, sharded as it is.
+    """
+    for prefix, module in _parts(model):
+        yield from module.state_dict(prefix=prefix).items()
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in model.named_children():
+        if name == "layers":
+            for index, layer in child.named_children():
+                yield f"layers.{index}.", layer
+        else:
+            yield f"{name}.", child
+
+
+def has_hf_weights(directory: str) -> bool:
+    """Whether a directory holds safetensors weights."""
+    return bool(directory) and any(Path(directory).glob("*.safetensors"))
+
+
+@torch.no_grad()
+def load_hf(model: nn.Module, adapter: BaseStateDictAdapter | None, directory: str) -> None:
+    """Load the safetensors of a directory into a model, sharded or not, whether or not heads divide.
+
+    Args:
+        model: The policy, one part.
+        adapter: TorchTitan's adapter of this model.
+        directory: Model directory in Hugging Face layout.
+
+    Raises:
+        ConfigError: a parameter is missing, unexpected or of another shape, or a file is unreadable.
+    """
+    if adapter is None:
+        raise ConfigError(
+            "model.hf_assets_path",
+            "hold weights only for a model with a state-dict adapter",
+            directory,
+            "Start from a checkpoint with checkpoint.initial_load_path instead.",
+        )
+    names = _index_files(Path(directory))
+    tied = bool(getattr(model, "enable_weight_tying", False))
+    if tied and TIED_EMBEDDING in names:
+        names[TIED_HEAD] = names[TIED_EMBEDDING]
+    unused = set(names)
+    for prefix, module in _parts(model):
+        wanted = {key for key, _ in module.state_dict(prefix=prefix).items()}
+        hf_names = [n for n in names if _native_names(adapter, n) & wanted]
+        full = {n: _read(names[n], TIED_EMBEDDING if tied and n == TIED_HEAD else n) for n in hf_names}
+        if tied:
+            # The adapters insist on a head or an embedding in every bucket; the name alone satisfies them.
+            full.setdefault(TIED_HEAD, torch.empty(0))
+        native = {k: v for k, v in adapter.from_hf(full).items() if k in wanted}
+        _load_part(module, prefix, native, wanted, directory)
+        unused -= set(hf_names)
+    unused = {n for n in unused if not n.endswith("rotary_emb.inv_freq")}
+    if unused:
+        raise ConfigError(
+            directory,
+            "hold only tensors of the model",
+            sorted(unused)[:3],
+            "The config.json beside them describes another model.",
+        )
+
+
+def _native_names(adapter: Any, hf_name: str) -> set[str]:
+    """TorchTitan's name of a Hugging Face tensor, by the adapter's own table."""
+    parts = hf_name.split(".")
+    numbers = [p for p in parts if p.isdigit()]
+    abstract = ".".join("{}" if p.isdigit() else p for p in parts)
+    native = adapter.from_hf_map.get(abstract)
+    return {native.format(*numbers)} if native else set()
+
+
+def _load_part(
+    module: nn.Module, prefix: str, native: Mapping[str, torch.Tensor], wanted: set[str], where: str
+) -> None:
+    missing = wanted - set(native)
+    if missing:
+        raise ConfigError(
+            where,
+            "hold every parameter of the model",
+            f"no {sorted(missing)[0]} and {len(missing) - 1} more missing",
+            "The weights are incomplete: download or convert them again.",
+        )
+    example = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
+    expected = {k: tuple(v.shape) for k, v in module.state_dict(prefix=prefix).items()}
+    state = {}
+    for key, tensor in native.items():
+        if tuple(tensor.shape) != expected[key]:
+            raise ConfigError(
+                f"{where}: {key}",
+                f"have shape {list(expected[key])}",
+                list(tensor.shape),
+                "The weights and config.json do not belong together.",
+            )
+        state[key.removeprefix(prefix)] = (
+            tensor.contiguous() if example is None else replicated(tensor.contiguous(), like=example)
+        )
+    module.load_state_dict(state, strict=True)
+
+
+def _index_files(directory: Path) -> dict[str, Path]:
+    """Which safetensors file holds which tensor."""
+    names: dict[str, Path] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                names.update(dict.fromkeys(file.keys(), path))
+        except Exception as error:  # safetensors raises its own Rust-side exception type
+            raise ConfigError(
+                str(path), "be a readable safetensors file", str(error), "It is truncated or damaged."
+            ) from error
+    return names
+
+
+def _read(path: Path, name: str) -> torch.Tensor:
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def export_hf(
+    stream: Iterable[tuple[str, torch.Tensor]],
+    *,
+    directory: Path,
+    hf_config: Mapping[str, Any],
+    assets: str,
+    is_tied: bool,
+) -> None:
+    """Write a model directory that ``transformers`` and vLLM load. All ranks call it; rank 0 writes.
+
+    The directory appears complete or not at all.
+
+    Args:
+        stream: ``(name, full tensor)`` pairs, consumed on all ranks.
+        directory: Where to write; replaced if it exists.
+        hf_config: Contents of ``config.json``.
+        assets: Directory with the tokenizer files, copied beside the weights; may be empty.
+        is_tied: Leave out the head, which ``transformers`` ties to the embedding.
+    """
+    is_writer = not dist.is_initialized() or dist.get_rank() == 0
+    partial = directory.with_name(directory.name + ".partial")
+    if is_writer:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write_assets(partial, hf_config=hf_config, assets=assets)
+    writer = _ShardWriter(partial) if is_writer else None
+    for name, tensor in stream:
+        if writer is not None and not (is_tied and name == TIED_HEAD):
+            writer.add(name, tensor)
+    if writer is not None:
+        writer.finish()
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
+
+
+def write_assets(directory: Path, *, hf_config: Mapping[str, Any], assets: str) -> None:
+    """Write ``config.json`` and copy the tokenizer files and ``generation_config.json``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(dict(hf_config), indent=2) + "\n", encoding="utf-8")
+    for name in ASSET_FILES if assets else ():
+        source = Path(assets) / name
+        if source.is_file():
+            shutil.copyfile(source, directory / name)
+
+
+class _ShardWriter:
+    """Collects tensors into safetensors files of at most 4 GiB and writes their index."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = self._total_bytes = 0
+        self._shards: list[tuple[str, Sequence[str]]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > _SHARD_BYTES:
+            self._flush()
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += size
+        self._total_bytes += size
+
+    def _flush(self) -> None:
+        file = f"shard-{len(self._shards) + 1}.safetensors"
+        save_file(self._pending, str(self._directory / file), metadata={"format": "pt"})
+        self._shards.append((file, list(self._pending)))
+        self._pending, self._pending_bytes = {}, 0
+
+    def finish(self) -> None:
+        self._flush()
+        count = len(self._shards)
+        if count == 1:
+            (self._directory / self._shards[0][0]).rename(self._directory / "model.safetensors")
+            return
+        weight_map = {}
+        for number, (file, names) in enumerate(self._shards, start=1):
+            final = f"model-{number:05d}-of-{count:05d}.safetensors"
+            (self._directory / file).rename(self._directory / final)
+            weight_map.update(dict.fromkeys(names, final))
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2) + "\n"
+        (self._directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
