@@ -8,9 +8,9 @@ on it, and :func:`generate`. Not here: engines (:mod:`titan_rl.generation.vllm`,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from titan_rl.errors import GeneratorError
 from titan_rl.types import Completion, FinishReason, GenerationRequest, WeightReceipt, WeightUpdate
@@ -33,6 +33,37 @@ class GeneratorStatus:
     policy_version: int | None
     num_in_flight: int
     is_paused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorContext:
+    """What a run tells the generator that it has chosen; an engine ignores what it has no use for.
+
+    Every generator is built as ``GeneratorClass(config, context)``.
+
+    Attributes:
+        model_dir: Hugging Face directory with ``config.json``; weights in it are not read. Empty when the
+            model has no Hugging Face counterpart.
+        model_config: TorchTitan's configuration of the policy's model; not modified.
+        adapter: TorchTitan's state-dict adapter of the model. None: weights come under TorchTitan's names.
+        max_model_len: Most tokens of prompt and completion together.
+        dtype: ``"float32"`` or ``"bfloat16"``, of weights and activations.
+        seed: Of the engine's own draws; completions depend on their request's seed only.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        run_threads: Threads of this process for CPU kernels, to be kept.
+        agree: Broadcasts the value of the first rank of a generator group to the group; it decides deadlines.
+            Required by groups of several ranks.
+    """
+
+    model_dir: str
+    model_config: Any
+    adapter: Any
+    max_model_len: int
+    dtype: str
+    seed: int
+    device_type: str
+    run_threads: int
+    agree: Callable[[bool], bool] | None = None
 
 
 class Generator(Protocol):
