@@ -1,0 +1,1 @@
+"""Command-line helpers around training: preparing model directories."""
