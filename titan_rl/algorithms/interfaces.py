@@ -1,0 +1,203 @@
+"""What the parts of an algorithm receive and return, and what each kind of part must do.
+
+A policy loss is advantage x ratio x surrogate x correction x aggregation x KL. Every part but the advantage
+sees the same :class:`LossInputs`, whole rows, so a part that needs whole samples (a ratio per sequence, a
+mean over sequences) has the same signature as one that does not. The maths is in :mod:`titan_rl.functional`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple, Protocol, Self
+
+import torch
+
+from titan_rl.functional.ratio import Ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a composition asks of the rest of the system.
+
+    Attributes:
+        old: Log-probabilities of the policy at the start of the iteration.
+        reference: Log-probabilities of the frozen reference.
+        critic: A value model.
+        teacher: A model to distil from.
+        greedy_baseline: One greedy rollout per prompt.
+        smallest_group: Fewest rollouts with a reward that a group must have to be trained on.
+    """
+
+    old: bool = False
+    reference: bool = False
+    critic: bool = False
+    teacher: bool = False
+    greedy_baseline: bool = False
+    smallest_group: int = 1
+
+    def __or__(self, other: Needs) -> Needs:
+        """What both need together.
+
+        >>> Needs(old=True) | Needs(smallest_group=2)
+        Needs(old=True, reference=False, critic=False, teacher=False, greedy_baseline=False, smallest_group=2)
+        """
+        return Needs(
+            old=self.old or other.old,
+            reference=self.reference or other.reference,
+            critic=self.critic or other.critic,
+            teacher=self.teacher or other.teacher,
+            greedy_baseline=self.greedy_baseline or other.greedy_baseline,
+            smallest_group=max(self.smallest_group, other.smallest_group),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossInputs:
+    """All that a policy loss may use of one micro-batch. ``[B, T]`` tensors on one device.
+
+    Aligned with the prediction, as in :class:`titan_rl.batching.micro_batch.MicroBatch`. What stands at
+    tokens that are not trained is never looked at, NaN and infinity included.
+
+    Attributes:
+        policy_logprobs: ``[B, T]`` fp32, with grad.
+        advantages: ``[B, T]`` fp32, no grad.
+        loss_mask: ``[B, T]`` bool, True where a token is trained.
+        sample_index: ``[B, T]`` int64, -1 in the padding; unique to a sample within the micro-batch.
+        generator_logprobs: ``[B, T]`` fp32, as the generator reported them.
+        num_loss_tokens: Trained tokens of the optimiser step over all ranks and micro-batches, counted from
+            ``loss_mask`` before any correction: an int or a 0-d tensor.
+        num_samples: Samples of the optimiser step over all ranks and micro-batches, the same way.
+        old_logprobs: ``[B, T]`` fp32, or None for the policy's own values, which is exact while the weights
+            are still those of the start of the iteration.
+        ref_logprobs: ``[B, T]`` fp32 under the reference, or None.
+        entropy: ``[B, T]`` nats, or None.
+    """
+
+    policy_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    loss_mask: torch.Tensor
+    sample_index: torch.Tensor
+    generator_logprobs: torch.Tensor
+    num_loss_tokens: torch.Tensor | int
+    num_samples: torch.Tensor | int
+    old_logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+
+    def check_shapes(self) -> None:
+        """Raise ValueError unless all token tensors are ``[B, T]`` and ``loss_mask`` is bool."""
+        if self.loss_mask.dtype != torch.bool or self.loss_mask.ndim != 2:
+            got = f"{self.loss_mask.dtype} of shape {tuple(self.loss_mask.shape)}"
+            raise ValueError(f"loss_mask must be bool of shape [B, T]; got {got}.")
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if part.name in ("num_loss_tokens", "num_samples"):
+                if isinstance(value, torch.Tensor) and value.ndim != 0:
+                    raise ValueError(f"{part.name} must be 0-d; got shape {tuple(value.shape)}.")
+            elif value is not None and value.shape != self.loss_mask.shape:
+                expected, got = tuple(self.loss_mask.shape), tuple(value.shape)
+                raise ValueError(f"{part.name} must have the shape of loss_mask, {expected}; got {got}.")
+
+    def masked(self) -> Self:
+        """Zero every value outside ``loss_mask`` and fill in ``old_logprobs``.
+
+        Selecting comes before any arithmetic: multiplying by the mask afterwards would turn an infinite
+        log-probability into NaN, and its gradient too.
+        """
+
+        def select(values: torch.Tensor) -> torch.Tensor:
+            return torch.where(self.loss_mask, values, 0.0)
+
+        old = self.policy_logprobs if self.old_logprobs is None else self.old_logprobs
+        return replace(
+            self,
+            policy_logprobs=select(self.policy_logprobs),
+            advantages=select(self.advantages),
+            generator_logprobs=select(self.generator_logprobs),
+            old_logprobs=select(old.detach()),
+            ref_logprobs=None if self.ref_logprobs is None else select(self.ref_logprobs.detach()),
+            entropy=None if self.entropy is None else select(self.entropy),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """What a policy loss returns.
+
+    Attributes:
+        loss: 0-d, with grad: this micro-batch's share of the loss of the step. Shares add up over
+            micro-batches and ranks.
+        metrics: 0-d tensors without grad. A name that ends in ``/mean`` is already divided by the global
+            count: reduce it over micro-batches and ranks by a sum. ``/max``: by a maximum.
+    """
+
+    loss: torch.Tensor
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class SurrogateOutput(NamedTuple):
+    """A policy loss per token."""
+
+    loss: torch.Tensor
+    """[B, T], with grad."""
+    is_clipped_low: torch.Tensor
+    """[B, T] bool, True where the lower bound took the gradient away."""
+    is_clipped_high: torch.Tensor
+    """[B, T] bool, True where the upper bound did."""
+
+
+class Advantage(Protocol):
+    """From the rewards of groups to one advantage per rollout."""
+
+    @property
+    def needs(self) -> Needs:
+        """What it asks of the rest of the system."""
+        ...
+
+    def __call__(self, groups: Sequence[Sequence[float]]) -> list[float]:
+        """Rewards of each group's rollouts in, their advantages in the same order out, groups joined."""
+        ...
+
+
+class RatioPart(Protocol):
+    """The importance ratio of the policy against the old policy."""
+
+    def __call__(self, inputs: LossInputs) -> Ratio:
+        """``[B, T]`` ratio with grad, its logarithm, and where that had to be bounded."""
+        ...
+
+
+class Surrogate(Protocol):
+    """The policy loss per token, before corrections and aggregation."""
+
+    def __call__(self, inputs: LossInputs, ratio: Ratio) -> SurrogateOutput:
+        """``[B, T]`` loss with grad, and where it is clipped."""
+        ...
+
+
+class Correction(Protocol):
+    """Weights for the mismatch between the generator and the policy."""
+
+    def __call__(self, inputs: LossInputs) -> torch.Tensor | None:
+        """``[B, T]`` factors of the loss per token, no grad, 0 to reject a token; None for all ones."""
+        ...
+
+
+class Aggregation(Protocol):
+    """From values per token to this micro-batch's share of one number of the optimiser step."""
+
+    def __call__(self, inputs: LossInputs, values: torch.Tensor) -> torch.Tensor:
+        """0-d; divided by a global count, so that shares add up over micro-batches and ranks."""
+        ...
+
+
+class KL(Protocol):
+    """A penalty per token on the distance to the reference."""
+
+    coefficient: float
+    """Its factor in the loss; at 0 no reference is needed."""
+
+    def __call__(self, inputs: LossInputs) -> torch.Tensor:
+        """``[B, T]`` estimate with grad, without the coefficient; ``inputs.ref_logprobs`` is not None."""
+        ...

@@ -1,0 +1,173 @@
+"""The loss of every policy-gradient algorithm, as a composition of parts, and its metrics.
+
+Which parts exist is in :mod:`titan_rl.algorithms.registries`; log-probabilities are the trainer's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Protocol
+
+import torch
+
+from titan_rl.algorithms import components
+from titan_rl.algorithms.interfaces import (
+    KL,
+    Aggregation,
+    Correction,
+    LossInputs,
+    LossOutput,
+    Needs,
+    RatioPart,
+    Surrogate,
+    SurrogateOutput,
+)
+from titan_rl.algorithms.registries import AGGREGATIONS, CORRECTIONS, KLS, RATIOS, SURROGATES
+from titan_rl.config.choice import Choice, build
+from titan_rl.functional.aggregate import token_mean
+from titan_rl.functional.kl import k3
+from titan_rl.functional.mismatch import mismatch_sums
+from titan_rl.functional.ratio import Ratio
+
+
+class CompileOptions(Protocol):
+    """The fields of TorchTitan's ``[compile]`` section that a loss reads."""
+
+    enable: bool
+    components: Sequence[str]
+    backend: str
+
+
+class PolicyLoss:
+    """Ratio, surrogate, correction, aggregation and KL put together.
+
+    ``loss = aggregate(weights * surrogate(ratio, advantages)) + coefficient * aggregate(kl)``
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """The parts of the loss. The defaults are GRPO's."""
+
+        ratio: Annotated[object, Choice(RATIOS)] = field(default_factory=components.TokenRatio.Config)
+        """Policy against old policy: what is compared."""
+        surrogate: Annotated[object, Choice(SURROGATES)] = field(default_factory=components.Clipped.Config)
+        """Ratio and advantage to a loss per token."""
+        correction: Annotated[object, Choice(CORRECTIONS)] = field(
+            default_factory=components.NoCorrection.Config
+        )
+        """Weights for the mismatch between generator and policy."""
+        aggregation: Annotated[object, Choice(AGGREGATIONS)] = field(
+            default_factory=components.TokenMean.Config
+        )
+        """Values per token to one number."""
+        kl: Annotated[object, Choice(KLS)] = field(default_factory=components.KLPenalty.Config)
+        """Penalty on the distance to the reference; off at coefficient 0."""
+
+        def build(self, *, compile_config: CompileOptions | None = None) -> PolicyLoss:
+            """Build the loss, the way TorchTitan's trainer asks for it."""
+            return PolicyLoss(self, compile_config=compile_config)
+
+    def __init__(self, config: Config, *, compile_config: CompileOptions | None = None) -> None:
+        """Build the parts.
+
+        Args:
+            config: The parts.
+            compile_config: With ``enable`` and ``"loss"`` among its ``components``, the maths from
+                log-probabilities to loss and metrics runs through ``torch.compile`` with its ``backend``.
+        """
+        self.config = config
+        self.ratio: RatioPart = build(config.ratio)
+        self.surrogate: Surrogate = build(config.surrogate)
+        self.correction: Correction = build(config.correction)
+        self.aggregation: Aggregation = build(config.aggregation)
+        self.kl: KL = build(config.kl)
+        self._maths = self._compute
+        if compile_config is not None and compile_config.enable and "loss" in compile_config.components:
+            self._maths = torch.compile(self._compute, backend=compile_config.backend)
+
+    def needs(self, *, steps_per_iteration: int) -> Needs:
+        """What this loss asks of the rest of the system.
+
+        Args:
+            steps_per_iteration: K. From the second step on the weights differ from those of the start of the
+                iteration, so their log-probabilities have to be kept.
+        """
+        return Needs(old=steps_per_iteration > 1, reference=self.kl.coefficient > 0)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Loss and metrics of one micro-batch.
+
+        Args:
+            inputs: ``[B, T]`` log-probabilities, advantages and masks, and the global counts of the step.
+
+        Returns:
+            This micro-batch's share of the loss and of the metrics (docs/algorithms/grpo.md defines each).
+
+        Raises:
+            ValueError: When shapes do not fit, or the penalty is on and there are no ``ref_logprobs``.
+        """
+        inputs.check_shapes()
+        if self.kl.coefficient > 0 and inputs.ref_logprobs is None:
+            raise ValueError(
+                f"ref_logprobs must be given with a KL coefficient of {self.kl.coefficient}; got None."
+            )
+        # As tensors, the counts do not make torch.compile specialise on this step's values.
+        device = inputs.policy_logprobs.device
+        inputs = replace(
+            inputs,
+            num_loss_tokens=torch.as_tensor(inputs.num_loss_tokens, device=device),
+            num_samples=torch.as_tensor(inputs.num_samples, device=device),
+        )
+        loss, metrics = self._maths(inputs)
+        return LossOutput(loss, metrics)
+
+    def _compute(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """From here on nothing but tensors: this is what is compiled."""
+        inputs = inputs.masked()
+        ratio = self.ratio(inputs)
+        surrogate = self.surrogate(inputs, ratio)
+        weights = self.correction(inputs)
+        per_token = surrogate.loss if weights is None else surrogate.loss * weights
+        policy_loss = self.aggregation(inputs, per_token)
+        loss = policy_loss
+        if self.kl.coefficient > 0:
+            loss = loss + self.kl.coefficient * self.aggregation(inputs, self.kl(inputs))
+        metrics = {"loss/mean": loss.detach(), "policy_loss/mean": policy_loss.detach()}
+        with torch.no_grad():
+            metrics.update(_metrics(inputs, ratio, surrogate))
+        return loss, metrics
+
+
+def _metrics(inputs: LossInputs, ratio: Ratio, surrogate: SurrogateOutput) -> dict[str, torch.Tensor]:
+    """Means over the trained tokens of the step (local sum over global count) and local maxima."""
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return token_mean(values.float(), inputs.loss_mask, inputs.num_loss_tokens)
+
+    def largest(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(inputs.loss_mask, values, 0.0).amax()
+
+    old = inputs.policy_logprobs if inputs.old_logprobs is None else inputs.old_logprobs
+    mismatch = mismatch_sums(old, inputs.generator_logprobs, inputs.loss_mask)
+    count = torch.as_tensor(inputs.num_loss_tokens).clamp(min=1)
+    metrics = {
+        "ratio/mean": mean(ratio.ratio),
+        "ratio/max": largest(ratio.ratio),
+        "log_ratio_clamped_fraction/mean": mean(ratio.is_clamped),
+        "clip_low_fraction/mean": mean(surrogate.is_clipped_low),
+        "clip_high_fraction/mean": mean(surrogate.is_clipped_high),
+        # Tokens come from the old policy, so this estimates KL(old || policy).
+        "old_kl/mean": mean(k3(old, inputs.policy_logprobs)),
+        "advantage/mean": mean(inputs.advantages),
+        "advantage_abs/mean": mean(inputs.advantages.abs()),
+        "advantage_abs/max": largest(inputs.advantages.abs()),
+        "mismatch_abs/mean": mismatch.abs_sum / count,
+        "mismatch_abs/max": mismatch.abs_max,
+        "mismatch_k3/mean": mismatch.k3_sum / count,
+    }
+    if inputs.ref_logprobs is not None:
+        metrics["reference_kl/mean"] = mean(k3(inputs.policy_logprobs, inputs.ref_logprobs))
+    if inputs.entropy is not None:
+        metrics["entropy/mean"] = mean(inputs.entropy)
+    return metrics

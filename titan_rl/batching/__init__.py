@@ -1,0 +1,1 @@
+"""From samples to fixed-shape micro-batches: packing, splitting into optimiser steps."""
