@@ -167,11 +167,19 @@ class Rollout:
 
 @dataclass(slots=True)
 class Group:
-    """Sibling rollouts of one prompt. ``index`` is the position in the global draw (the cursor)."""
+    """Sibling rollouts of one prompt.
+
+    Attributes:
+        prompt: Their prompt.
+        index: Its position in the global draw (the cursor).
+        rollouts: The siblings, by ``sample_index``.
+        prompt_token_ids: The prompt as the policy sees it, after the chat template.
+    """
 
     prompt: Prompt
     index: int
     rollouts: list[Rollout]
+    prompt_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -1,0 +1,36 @@
+"""Wall-clock time by stage of an iteration."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class StageTimer:
+    """Adds up seconds by stage name; stages do not nest.
+
+    >>> timer = StageTimer()
+    >>> with timer.stage("train"):
+    ...     pass
+    >>> list(timer.seconds)
+    ['train']
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count the time of a block towards a stage."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - started
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds so far and start again at zero."""
+        seconds, self.seconds = dict(self.seconds), defaultdict(float)
+        return seconds

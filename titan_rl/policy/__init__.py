@@ -1,0 +1,1 @@
+"""What the policy and its frozen siblings say of a batch: log-probabilities, entropy, reference scores."""

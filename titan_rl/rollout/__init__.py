@@ -1,0 +1,1 @@
+"""Prompts in, scored groups of rollouts out: who generates what, rewards, held-out evaluation."""

@@ -1,0 +1,180 @@
+"""Run rollouts: submit one request per completion, score each as it finishes, and put groups together.
+
+Used alike for training (sampled, in groups) and for evaluation (held-out prompts). Single-turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from titan_rl.data.chat import PromptEncoder
+from titan_rl.errors import GeneratorError, RewardError
+from titan_rl.generation.protocol import Generator, check_completion
+from titan_rl.resilience.seeds import derive_seed
+from titan_rl.rewards.pool import RewardFailure, RewardPool
+from titan_rl.rollout.share import Share
+from titan_rl.types import Completion, GenerationRequest, Group, Prompt, Rollout, SamplingParams, Turn
+
+
+@dataclass(slots=True)
+class RunStats:
+    """Counts of one call, of this rank's kept rollouts only.
+
+    Attributes:
+        num_rollouts: Rollouts generated.
+        num_tokens: Completion tokens sampled.
+        num_prompt_tokens: Prompt tokens, once per rollout.
+        num_truncated: Completions that ended by a length limit.
+        reward_failures: Failed rewards by reason.
+        generation_seconds: Wall-clock time until the last completion.
+        reward_seconds: Wall-clock time from then until the last reward.
+    """
+
+    num_rollouts: int = 0
+    num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_truncated: int = 0
+    reward_failures: Counter[str] = field(default_factory=Counter)
+    generation_seconds: float = 0.0
+    reward_seconds: float = 0.0
+
+
+class RolloutRunner:
+    """Turns prompts into scored groups, on this rank's share of them."""
+
+    def __init__(
+        self,
+        *,
+        generator: Generator,
+        rewards: RewardPool,
+        encoder: PromptEncoder,
+        share: Share,
+        run_seed: int,
+        timeout_seconds: float,
+    ) -> None:
+        """Bind the collaborators.
+
+        Args:
+            generator: Serving confirmed weights whenever :meth:`run` is called.
+            rewards: Scores rollouts in worker processes.
+            encoder: Renders and encodes prompts, decodes completions.
+            share: This rank's part of the work.
+            run_seed: First part of every seed.
+            timeout_seconds: Deadline of one call's generation, and again of its rewards.
+        """
+        self._generator, self._rewards, self._encoder = generator, rewards, encoder
+        self._share, self._run_seed, self._timeout = share, run_seed, timeout_seconds
+        self._scoring: list[Rollout] = []  # rollouts handed to the rewards, by key
+
+    def run(
+        self,
+        prompts: Sequence[tuple[int, Prompt]],
+        *,
+        group_size: int,
+        sampling: SamplingParams,
+        policy_version: int,
+        purpose: str = "train",
+    ) -> tuple[list[Group], RunStats]:
+        """Generate and score ``group_size`` rollouts of each prompt in this rank's share.
+
+        Args:
+            prompts: All prompts of all ranks, each with its index (the global cursor).
+            group_size: Rollouts per prompt.
+            sampling: How to draw.
+            policy_version: Version that the generator must serve.
+            purpose: Part of every seed, so that evaluation does not repeat the training draws.
+
+        Returns:
+            The kept groups in the order of ``prompts``, and counts.
+
+        Raises:
+            GeneratorError: the generator serves another version, fails, or runs past the deadline.
+        """
+        served = self._generator.status().policy_version
+        if served != policy_version:
+            raise GeneratorError(
+                f"The generator must serve policy version {policy_version}; it serves {served}. "
+                "Its completions would be of other weights and are refused."
+            )
+        stats = RunStats()
+        groups = self._plan(prompts, group_size, purpose)
+        started = time.perf_counter()
+        kept = self._generate(groups, sampling, policy_version, stats)
+        stats.generation_seconds = time.perf_counter() - started
+        self._collect_rewards(kept, stats)
+        stats.reward_seconds = time.perf_counter() - started - stats.generation_seconds
+        return kept, stats
+
+    def _plan(self, prompts: Sequence[tuple[int, Prompt]], group_size: int, purpose: str) -> list[Group]:
+        """Groups of this rank's generator, each rollout with its seed and an empty first turn."""
+        groups = []
+        for position in self._share.to_generate(len(prompts)):
+            index, prompt = prompts[position]
+            token_ids = tuple(self._encoder.encode(prompt.messages))
+            rollouts = []
+            for sample_index in range(group_size):
+                # A prompt that returns in a later epoch has another index and so draws anew.
+                seed = derive_seed(self._run_seed, purpose, index, prompt.id, sample_index, 0)
+                rollouts.append(Rollout(prompt=prompt, sample_index=sample_index, seed=seed, turns=[]))
+            groups.append(Group(prompt=prompt, index=index, rollouts=rollouts, prompt_token_ids=token_ids))
+        return groups
+
+    def _generate(
+        self, groups: list[Group], sampling: SamplingParams, policy_version: int, stats: RunStats
+    ) -> list[Group]:
+        """Sample everything, hand kept rollouts to the rewards as they finish, and return the kept groups."""
+        kept_positions = set(self._share.to_keep_among_generated(len(groups)))
+        requests: dict[str, tuple[GenerationRequest, Rollout, bool]] = {}
+        for position, group in enumerate(groups):
+            for rollout in group.rollouts:
+                request = GenerationRequest(
+                    id=f"{group.index}:{group.prompt.id}/{rollout.sample_index}/0",
+                    prompt_token_ids=group.prompt_token_ids,
+                    sampling=sampling,
+                    seed=rollout.seed,
+                )
+                requests[request.id] = (request, rollout, position in kept_positions)
+        self._generator.submit([request for request, _, _ in requests.values()])
+        self._scoring = []
+        for completion in self._generator.completions(self._timeout):
+            request, rollout, is_kept = requests.pop(completion.request_id)
+            check_completion(completion, request, policy_version=policy_version)
+            if is_kept:
+                self._finish(rollout, request, completion, stats)
+        if requests:
+            raise GeneratorError(
+                f"The generator must answer every request; {len(requests)} are missing, "
+                f"{next(iter(requests))!r} among them."
+            )
+        return [group for position, group in enumerate(groups) if position in kept_positions]
+
+    def _finish(
+        self, rollout: Rollout, request: GenerationRequest, completion: Completion, stats: RunStats
+    ) -> None:
+        text = self._encoder.decode(completion.token_ids)
+        rollout.turns.append(
+            Turn(prompt_token_ids=request.prompt_token_ids, completion=completion, text=text)
+        )
+        stats.num_rollouts += 1
+        stats.num_tokens += len(completion.token_ids)
+        stats.num_prompt_tokens += len(request.prompt_token_ids)
+        stats.num_truncated += rollout.is_truncated
+        self._rewards.submit(len(self._scoring), rollout)
+        self._scoring.append(rollout)
+
+    def _collect_rewards(self, groups: Sequence[Group], stats: RunStats) -> None:
+        answered = 0
+        for key, result in self._rewards.results(self._timeout):
+            answered += 1
+            rollout = self._scoring[key]
+            if isinstance(result, RewardFailure):
+                rollout.reward_error = f"{result.reason}: {result.message}"
+                stats.reward_failures[result.reason] += 1
+            else:
+                rollout.reward = result
+        expected = sum(len(group.rollouts) for group in groups)
+        if answered != expected:
+            raise RewardError(f"Rewards must answer every rollout; got {answered} of {expected}.")

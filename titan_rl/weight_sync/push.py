@@ -1,0 +1,162 @@
+"""Push weights to the generator and accept the new version only after a handshake.
+
+*Delivered*: the generator's checksum of every tensor equals the trainer's, no name is missing, and no
+parameter of the generator's own model was left unwritten. *Served*: the generator's log-probabilities of a
+probe text equal the trainer's. What is not confirmed is never trained on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from annotated_types import Gt
+
+from titan_rl.errors import HandshakeError
+from titan_rl.functional.checksum import tensor_checksum
+from titan_rl.generation.protocol import Generator
+from titan_rl.titan.collectives import Collectives
+from titan_rl.types import WeightReceipt, WeightUpdate
+
+PolicyLogprobs = Callable[[Sequence[int]], Sequence[float]]
+"""Log-probabilities of tokens 1 to N - 1 of one text under the policy, at temperature 1. Collective."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WeightSyncSection:
+    """Table ``[weight_sync]``."""
+
+    max_probe_difference: Annotated[float, Gt(0)] = 5e-4
+    """Largest difference of a probe token's log-probability, generator against trainer, in nats. The default
+    is for fp32; in bf16 the two engines round differently, and 0.1 is a start."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """What a confirmed push took.
+
+    Attributes:
+        version: The version now served.
+        num_tensors: Tensors sent.
+        num_bytes: Their size.
+        seconds: Wall-clock time of the whole push, handshake included.
+        probe_difference: Largest difference of the probe's log-probabilities, in nats.
+    """
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    probe_difference: float
+
+
+class WeightSync:
+    """Pushes versions of the policy to one generator."""
+
+    def __init__(
+        self,
+        section: WeightSyncSection,
+        *,
+        stream: Iterable[tuple[str, torch.Tensor]],
+        generator: Generator,
+        policy_logprobs: PolicyLogprobs,
+        probe: Sequence[int],
+        collectives: Collectives,
+    ) -> None:
+        """Bind both sides.
+
+        Args:
+            section: Bounds.
+            stream: Iterating it gathers and yields the policy's weights as they are then.
+            generator: The receiving side.
+            policy_logprobs: Scores the probe under the policy.
+            probe: Token ids of the probe text, at least two.
+            collectives: To reject a push on all ranks alike.
+        """
+        self._section, self._stream, self._generator = section, stream, generator
+        self._policy_logprobs, self._probe, self._collectives = policy_logprobs, tuple(probe), collectives
+
+    def push(self, version: int) -> PushReport:
+        """Send all weights and confirm them.
+
+        Args:
+            version: ``policy_version`` of the policy as it is now.
+
+        Raises:
+            HandshakeError: on every rank, if any rank's generator does not provably serve these weights.
+        """
+        started = time.perf_counter()
+        sent: dict[str, int] = {}
+        sizes: list[int] = []
+        update = WeightUpdate(
+            kind="full", version=version, base_version=None, tensors=self._checksummed(sent, sizes)
+        )
+        receipt = self._generator.load_weights(update)
+        self._agree(delivery_fault(sent, receipt, version))
+        difference = self._probe_difference()
+        bound = self._section.max_probe_difference
+        self._agree(
+            None
+            if difference <= bound
+            else f"its log-probabilities of the probe differ from the policy's by {difference:.2e}, more than "
+            f"weight_sync.max_probe_difference = {bound:.0e}: it does not serve what was delivered"
+        )
+        return PushReport(
+            version=version,
+            num_tensors=len(sent),
+            num_bytes=sum(sizes),
+            seconds=time.perf_counter() - started,
+            probe_difference=difference,
+        )
+
+    def _checksummed(self, sent: dict[str, int], sizes: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._stream:
+            sent[name] = tensor_checksum(tensor)
+            sizes.append(tensor.numel() * tensor.element_size())
+            yield name, tensor
+
+    def _probe_difference(self) -> float:
+        ours = self._policy_logprobs(self._probe)
+        theirs = self._generator.prompt_logprobs([self._probe])[0]
+        if len(ours) != len(theirs):
+            return float("inf")
+        worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+        return worst if worst == worst else float("inf")
+
+    def _agree(self, fault: str | None) -> None:
+        """Raise on all ranks if any rank has a fault, so that none waits for another."""
+        if not self._collectives.any(fault is not None):
+            return
+        raise HandshakeError(
+            f"Weight push refused: {fault}." if fault else "Weight push refused by another rank's generator."
+        )
+
+
+def delivery_fault(sent: dict[str, int], receipt: WeightReceipt, version: int) -> str | None:
+    """Compare what was sent with what arrived.
+
+    Args:
+        sent: Checksum by name on the trainer's side.
+        receipt: The generator's side.
+        version: The version that was sent.
+
+    Returns:
+        What is wrong, or None.
+    """
+    if receipt.version != version:
+        return f"the generator acknowledged version {receipt.version} instead of {version}"
+    missing = sorted(set(sent) - set(receipt.checksums))
+    if missing:
+        return f"{len(missing)} tensors did not arrive, {missing[0]} among them"
+    if receipt.unwritten:
+        return (
+            f"{len(receipt.unwritten)} parameters of the generator were not written, "
+            f"{receipt.unwritten[0]} among them: they keep older values"
+        )
+    changed = sorted(name for name, value in sent.items() if receipt.checksums[name] != value)
+    if changed:
+        return f"{len(changed)} tensors arrived with other contents, {changed[0]} among them"
+    return None
