@@ -1,0 +1,1 @@
+"""Rewards: the built-in reward functions, and the worker processes that run them with a deadline."""
