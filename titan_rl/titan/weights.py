@@ -97,11 +97,12 @@ def iterate_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Yields:
         TorchTitan's name and the tensor, sharded as it is.
     """
-    for prefix, module in _parts(model):
+    for prefix, module in parts(model):
         yield from module.state_dict(prefix=prefix).items()
 
 
-def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Iterate ``(prefix, module)`` of the parts that are converted together: one layer, the embedding, ..."""
     for name, child in model.named_children():
         if name == "layers":
             for index, layer in child.named_children():
@@ -139,9 +140,9 @@ def load_hf(model: nn.Module, adapter: BaseStateDictAdapter | None, directory: s
     if tied and TIED_EMBEDDING in names:
         names[TIED_HEAD] = names[TIED_EMBEDDING]
     unused = set(names)
-    for prefix, module in _parts(model):
+    for prefix, module in parts(model):
         wanted = {key for key, _ in module.state_dict(prefix=prefix).items()}
-        hf_names = [n for n in names if _native_names(adapter, n) & wanted]
+        hf_names = [n for n in names if native_names(adapter, n) & wanted]
         full = {n: _read(names[n], TIED_EMBEDDING if tied and n == TIED_HEAD else n) for n in hf_names}
         if tied:
             # The adapters insist on a head or an embedding in every bucket; the name alone satisfies them.
@@ -159,7 +160,7 @@ def load_hf(model: nn.Module, adapter: BaseStateDictAdapter | None, directory: s
         )
 
 
-def _native_names(adapter: Any, hf_name: str) -> set[str]:
+def native_names(adapter: Any, hf_name: str) -> set[str]:
     """TorchTitan's name of a Hugging Face tensor, by the adapter's own table."""
     parts = hf_name.split(".")
     numbers = [p for p in parts if p.isdigit()]
