@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
+import huggingface_hub
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -315,13 +317,12 @@ def _shortest(value: float) -> float:
 
 def _write_from_hub(directory: Path) -> str:
     """Fetch the files of the original into ``directory``. Returns one sentence that says what they are."""
-    hub, httpx = importlib.import_module("huggingface_hub"), importlib.import_module("httpx")
     wanted = [*MODEL_FILES, *_OTHER_FILES]
     try:
-        hub.snapshot_download(HUB_REPOSITORY, local_dir=directory, allow_patterns=wanted)
-    except (OSError, hub.errors.HfHubHTTPError, httpx.HTTPError) as error:  # httpx: it could not connect
+        huggingface_hub.snapshot_download(HUB_REPOSITORY, local_dir=directory, allow_patterns=wanted)
+    except (OSError, httpx.HTTPError) as error:
         remedy = "Check the connection, or leave out --from-hub to use the packaged weights."
-        got = f"{type(error).__name__}: {error}"
+        got = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise ConfigError(HUB_REPOSITORY, "be reachable", got, remedy) from error
     shutil.rmtree(directory / ".cache", ignore_errors=True)
     return f"{HUB_REPOSITORY} as published"

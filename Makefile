@@ -1,0 +1,42 @@
+# Everything runs in .venv, which `make setup` makes from a lock file (VENV=path: another place).
+SHELL := bash
+.DEFAULT_GOAL := help
+VENV ?= .venv
+export VENV
+BIN := $(VENV)/bin
+CORES := $(shell nproc 2>/dev/null || echo 1)
+# One process on this machine, on a free port.
+TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 1
+SMOLLM2 := models/smollm2-135m
+
+.PHONY: help setup quickstart tiny test lint doctor clean
+
+help: ## Show these targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: ## Make .venv and install titan_rl and everything it needs (quick when done before)
+	@scripts/setup.sh
+
+quickstart: setup ## Train SmolLM2-135M on arithmetic with GRPO
+	$(BIN)/python -m titan_rl.tools.smollm2 $(SMOLLM2)
+	OMP_NUM_THREADS=$(CORES) $(TORCHRUN) -m titan_rl.train train_configs/smollm2_135m_arithmetic_grpo.toml
+
+tiny: setup ## Pretrain a tiny model, then train it with GRPO
+	OMP_NUM_THREADS=$(CORES) $(TORCHRUN) -m titan_rl.train train_configs/tiny_pretrain.toml
+	OMP_NUM_THREADS=$(CORES) $(TORCHRUN) -m titan_rl.train train_configs/tiny_grpo.toml
+
+lint: setup ## Check style, types and layers
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+test: lint ## Run lint, then all tests and doctests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules titan_rl tests
+
+doctor: setup ## Say what this machine and this environment can run
+	$(BIN)/titan-rl doctor
+
+clean: ## Remove caches and build products; .venv, models and outputs stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find titan_rl tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
