@@ -1,0 +1,137 @@
+"""Prompts from JSON Lines files: one JSON object per line, UTF-8."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_rl.data.datasets import Split
+from titan_rl.data.paths import Concatenated, find_files
+from titan_rl.data.row_dataset import RowDataset
+from titan_rl.data.rows import RowConfig, RowReader, shorten
+from titan_rl.errors import ConfigError
+
+
+class Jsonl(RowDataset):
+    """One split of one or several JSON Lines files.
+
+    The rows stay in the file; a row that changes during the run is an error. Default ids are
+    ``<file>:<line>``, lines counted from 1. Empty lines are skipped.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RowConfig):
+        """Which files, which columns, which rows are held out."""
+
+        path: str
+        """File, or glob pattern of files, with the train split (or both splits, see held_out_fraction)."""
+
+        held_out_path: str | None = None
+        """File, or glob pattern of files, with the held-out split. It must share no prompt with ``path``."""
+
+    def __init__(self, config: Config, split: Split) -> None:
+        """Read and check every line.
+
+        Raises:
+            ConfigError: A file, a line or the configuration cannot be used as it is.
+        """
+        reader = RowReader(config)
+        held_out = config.held_out_path
+        super().__init__(
+            reader,
+            config,
+            name="jsonl",
+            split=split,
+            train=_open(config.path, "data.path"),
+            held_out=None if held_out is None else _open(held_out, "data.held_out_path"),
+            held_out_key="held_out_path",
+        )
+
+
+class JsonLines:
+    """The lines of one file, found by offset. It keeps 32 bytes per line in memory and the file open."""
+
+    def __init__(self, path: Path, label: str) -> None:
+        """Find the lines.
+
+        Args:
+            path: The file.
+            label: What ids call it.
+
+        Raises:
+            ConfigError: The file cannot be opened or holds no line.
+        """
+        self._path, self._label = path, label
+        self._starts, self._sizes, self._numbers, self._digests = (array("Q") for _ in range(4))
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise ConfigError(str(path), "be readable", str(error), "Check its permissions.") from error
+        start = 0
+        for number, line in enumerate(self._file, start=1):
+            if line.strip():
+                self._starts.append(start)
+                self._sizes.append(len(line))
+                self._numbers.append(number)
+                self._digests.append(_digest(line))
+            start += len(line)
+        if not self._starts:
+            raise ConfigError(
+                str(path), "hold at least one row", "an empty file", "Check how the file was written."
+            )
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """Return the object of a line.
+
+        Raises:
+            ConfigError: The line is not UTF-8, not JSON or not an object, or it changed since the start.
+        """
+        where = self.where(index)
+        # pread leaves no file position behind, so threads may read side by side.
+        line = os.pread(self._file.fileno(), self._sizes[index], self._starts[index])
+        if _digest(line) != self._digests[index]:
+            raise ConfigError(where, "stay as it was at the start", "another text", "Restart the run.")
+        try:
+            text = line.decode("utf-8-sig" if self._starts[index] == 0 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                where, "be UTF-8", str(error), "Convert the file, for example with iconv -t UTF-8."
+            ) from error
+        try:
+            row = json.loads(text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                where, f"be one JSON object ({error})", shorten(text), "Correct or remove the line."
+            ) from error
+        if not isinstance(row, dict):
+            raise ConfigError(where, "be one JSON object", shorten(text), "Correct or remove the line.")
+        return row
+
+    def where(self, index: int) -> str:
+        """Return ``file:line``."""
+        return f"{self._path}:{self._numbers[index]}"
+
+    def default_id(self, index: int) -> str:
+        """Return ``label:line``."""
+        return f"{self._label}:{self._numbers[index]}"
+
+
+def _open(path: str, key: str) -> Concatenated:
+    return Concatenated([JsonLines(file, label) for file, label in find_files(path, key)])
+
+
+def _digest(line: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(line, digest_size=8).digest(), "big")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
