@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge
 
 from titan_rl.types import Group
 
@@ -28,8 +28,11 @@ class EvaluationSection:
     temperature: Annotated[float, Ge(0)] = 0.0
     """Sampling temperature; 0 is greedy."""
 
-    pass_threshold: Annotated[float, Gt(-1e30)] = 1.0
-    """A completion passes when its total reward is at least this."""
+    pass_threshold: float = 1.0
+    """A completion passes when its total reward is at least this; the score is the share that passes."""
+
+    minimum_gain: float | None = None
+    """The run fails unless the score rose by at least this from before the first step to after the last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class CpuDocumentAttention(FlexAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
-        """``block_size`` and ``kernel_options`` of the parent concern GPU kernels; they are not carried over."""
+        """``block_size`` and ``kernel_options`` of the parent concern GPU kernels; not carried over."""
 
         per_document: bool = True
         """Attend per document. False: a dense mask over the row, made from TorchTitan's block mask."""

@@ -41,13 +41,13 @@ class ModelSection:
     A relative path is looked up in the working directory, then next to the TOML file."""
 
     attn_backend: str = "flex"
-    """TorchTitan's attention implementation: "flex", "flex_flash" or "varlen". On a CPU always per document."""
+    """TorchTitan's attention: "flex", "flex_flash" or "varlen". On a CPU always per document."""
 
     allow_random_init: bool = False
     """Train from random weights when neither a checkpoint nor weights in ``hf_assets_path`` exist."""
 
     export: bool = True
-    """At the end write ``<dump_folder>/export``: weights, ``config.json`` and tokenizer in Hugging Face layout."""
+    """At the end write ``<dump_folder>/export`` in Hugging Face layout: weights, config, tokenizer."""
 
 
 def build_spec(section: ModelSection, *, context_parallel: bool = False) -> ModelSpec:

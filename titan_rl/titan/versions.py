@@ -20,7 +20,7 @@ def check_versions() -> None:
             "torchtitan",
             f"be version {TORCHTITAN_VERSION}",
             torchtitan,
-            f"TorchTitan's API changes with every release. Run `pip install torchtitan=={TORCHTITAN_VERSION}`.",
+            f"Its API changes with every release. Run `pip install torchtitan=={TORCHTITAN_VERSION}`.",
         )
     torch = _installed("torch")
     if not torch.startswith(TORCH_SERIES + "."):

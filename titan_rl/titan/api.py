@@ -1,0 +1,31 @@
+"""TorchTitan's names that the layers above use, in one place; :mod:`titan_rl.titan.symbols` says what for."""
+
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.distributed.utils import clip_grad_norm_, set_pg_timeouts
+from torchtitan.observability import structured_logger
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.logging import init_logger, logger
+from torchtitan.trainer import Trainer
+
+__all__ = [
+    "IGNORE_INDEX",
+    "BaseDataLoader",
+    "CheckpointManager",
+    "CrossEntropyLoss",
+    "FullAC",
+    "MemoryBudgetAC",
+    "ModelSpec",
+    "OptimizersContainer",
+    "ParamGroupConfig",
+    "SelectiveAC",
+    "Trainer",
+    "clip_grad_norm_",
+    "init_logger",
+    "logger",
+    "set_pg_timeouts",
+    "structured_logger",
+]

@@ -1,0 +1,1 @@
+"""TorchTitan trainers: reinforcement learning, and supervised training on the same data."""

@@ -1,0 +1,135 @@
+"""Contradictions between sections of an RL configuration, found before any process group exists."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from titan_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from titan_rl.trainers.rl import RLTrainer
+
+
+def check_config(config: RLTrainer.Config, *, world_size: int, device_type: str) -> None:
+    """Refuse an RL configuration that cannot do what it says.
+
+    Args:
+        config: The whole configuration.
+        world_size: Number of ranks of the run.
+        device_type: ``cpu`` or ``cuda``.
+
+    Raises:
+        ConfigError: the first contradiction found, naming both keys.
+    """
+    _check_parallelism(config, world_size)
+    _check_steps(config)
+    _check_lengths(config)
+    _check_sampling(config)
+    _check_device(config, device_type)
+
+
+def _check_parallelism(config: RLTrainer.Config, world_size: int) -> None:
+    parallelism = config.parallelism
+    for axis in ("tensor", "pipeline", "context", "expert"):
+        degree = getattr(parallelism, f"{axis}_parallel_degree")
+        if degree != 1:
+            raise ConfigError(
+                f"parallelism.{axis}_parallel_degree",
+                "be 1 in RL: this release shards the policy over data-parallel ranks (FSDP, HSDP) only",
+                degree,
+                "Remove it; the generator has its own generator.tensor_parallel_degree.",
+            )
+    degree = getattr(config.generator, "tensor_parallel_degree", 1)
+    if world_size % degree:
+        raise ConfigError(
+            "generator.tensor_parallel_degree",
+            f"divide the number of ranks ({world_size})",
+            degree,
+            "Start another number of ranks or change it.",
+        )
+
+
+def _check_steps(config: RLTrainer.Config) -> None:
+    if config.training.global_batch_size != -1:
+        raise ConfigError(
+            "training.global_batch_size",
+            "not be set in RL, where the batch is what the prompts of an iteration make",
+            config.training.global_batch_size,
+            "Set data.prompts_per_iteration and sampling.group_size.",
+        )
+    per_iteration = config.algorithm.steps_per_iteration
+    for key, value in (
+        ("training.steps", config.training.steps),
+        ("checkpoint.interval", config.checkpoint.interval if config.checkpoint.enable else per_iteration),
+        ("evaluation.interval_steps", config.evaluation.interval_steps),
+    ):
+        if value % per_iteration:
+            raise ConfigError(
+                key,
+                f"be a multiple of algorithm.steps_per_iteration = {per_iteration}",
+                value,
+                "Optimiser steps are counted, and an iteration is never cut in two.",
+            )
+    if per_iteration > config.data.prompts_per_iteration:
+        raise ConfigError(
+            "algorithm.steps_per_iteration",
+            f"be at most data.prompts_per_iteration = {config.data.prompts_per_iteration}",
+            per_iteration,
+            "Each step trains on whole groups.",
+        )
+
+
+def _check_lengths(config: RLTrainer.Config) -> None:
+    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+    if longest > config.training.seq_len:
+        raise ConfigError(
+            "training.seq_len",
+            f"hold a whole sample: data.max_prompt_tokens + sampling.max_tokens = {longest}",
+            config.training.seq_len,
+            f"Set training.seq_len = {longest} or more, or lower the other two.",
+        )
+
+
+def _check_sampling(config: RLTrainer.Config) -> None:
+    sampling = config.sampling
+    for key, value, off in (
+        ("top_p", sampling.top_p, 1.0),
+        ("top_k", sampling.top_k, 0),
+        ("min_p", sampling.min_p, 0.0),
+    ):
+        if value != off:
+            raise ConfigError(
+                f"sampling.{key}",
+                f"be {off} in training: the trainer scores the whole distribution, the generator would not",
+                value,
+                "Lower sampling.temperature instead, which both sides apply.",
+            )
+    evaluation = config.evaluation
+    if evaluation.samples_per_prompt > 1 and evaluation.temperature == 0:
+        raise ConfigError(
+            "evaluation.samples_per_prompt",
+            "be 1 with evaluation.temperature = 0, where all samples are equal",
+            evaluation.samples_per_prompt,
+            "Set evaluation.temperature above 0 for pass@k.",
+        )
+
+
+def _check_device(config: RLTrainer.Config, device_type: str) -> None:
+    if device_type != "cpu":
+        return
+    refused = [
+        ("reference.offload_to_cpu", config.reference.offload_to_cpu),
+        ("training.enable_cpu_offload", config.training.enable_cpu_offload),
+        ("training.gc_debug", config.training.gc_debug),
+        ("profiler.enable_memory_snapshot", getattr(config.profiler, "enable_memory_snapshot", False)),
+    ]
+    for key, value in refused:
+        if value:
+            raise ConfigError(key, "be false on a CPU, where it needs an accelerator", value, "Remove it.")
+    if getattr(config.checkpoint, "async_mode", "disabled") == "async_with_pinned_mem":
+        raise ConfigError(
+            "checkpoint.async_mode",
+            'be "disabled" or "async" on a CPU, which has no pinned memory',
+            "async_with_pinned_mem",
+            'Set checkpoint.async_mode = "async".',
+        )

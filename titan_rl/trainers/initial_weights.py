@@ -1,0 +1,72 @@
+"""The weights that a run starts from, and the frozen copy of them that serves as reference.
+
+Both are the same on a first start and on a resume: the reference is the policy before the first step, so
+the initial weights are loaded first and a checkpoint of the run itself is restored over the policy later.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from titan_rl.errors import ConfigError
+from titan_rl.titan.api import logger
+from titan_rl.titan.models import build_sibling, copy_shards
+from titan_rl.titan.weights import has_hf_weights, load_hf
+from titan_rl.trainers import assembly
+
+if TYPE_CHECKING:
+    from titan_rl.trainers.rl import RLTrainer
+
+
+def load(trainer: RLTrainer) -> None:
+    """Load the initial weights into the policy.
+
+    From ``checkpoint.initial_load_path`` (a TorchTitan checkpoint), else from the safetensors in
+    ``model.hf_assets_path``, else the random initialisation stays if it is allowed.
+
+    Raises:
+        ConfigError: there are no weights and ``model.allow_random_init`` is off, or they do not fit.
+    """
+    config = trainer.config
+    path = config.checkpoint.initial_load_path
+    if path:
+        _load_checkpoint(trainer.policy, path)
+    elif has_hf_weights(config.model.hf_assets_path):
+        load_hf(trainer.policy, assembly.state_dict_adapter(trainer), config.model.hf_assets_path)
+        logger.info("Initial weights: %s", config.model.hf_assets_path)
+    elif not config.model.allow_random_init:
+        raise ConfigError(
+            "model.hf_assets_path",
+            "hold safetensors weights, or checkpoint.initial_load_path name a checkpoint",
+            config.model.hf_assets_path,
+            "To start from random weights on purpose, set model.allow_random_init = true.",
+        )
+
+
+def _load_checkpoint(policy: nn.Module, path: str) -> None:
+    """Load the model of a TorchTitan checkpoint, of any layout, into the policy."""
+    state = dict(policy.state_dict())
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except Exception as error:  # DCP wraps whatever went wrong in its own and plain exceptions alike
+        raise ConfigError(
+            "checkpoint.initial_load_path",
+            "be a TorchTitan checkpoint of this model",
+            path,
+            f"Loading it failed: {str(error).splitlines()[0]}.",
+        ) from error
+    policy.load_state_dict(state)
+    logger.info("Initial weights: %s", path)
+
+
+@torch.no_grad()
+def frozen_copy(trainer: RLTrainer, *, offload_to_cpu: bool) -> nn.Module:
+    """A frozen sibling of the policy with the policy's weights of now, under the same parallelism."""
+    model = build_sibling(trainer, offload_to_cpu=offload_to_cpu)
+    copy_shards(trainer.policy, model)
+    model._skip_lm_head = True
+    return model

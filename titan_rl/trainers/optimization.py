@@ -1,0 +1,176 @@
+"""One optimiser step: scores, advantages, forward-backward over micro-batches, clip, step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan_rl.algorithms.interfaces import LossInputs
+from titan_rl.algorithms.policy_loss import PolicyLoss
+from titan_rl.batching.micro_batch import MicroBatch
+from titan_rl.policy.token_scores import LogprobScorer, PrepareInputs, token_scores
+from titan_rl.titan.collectives import Collectives
+
+_EMPTY_LENGTH = 8
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """This rank's micro-batches of one optimiser step, as many as every other rank has.
+
+    Attributes:
+        micro_batches: On the training device.
+        num_loss_tokens: Trained tokens of the step over all ranks.
+        num_samples: Samples of the step over all ranks.
+        old_logprobs: One ``[B, T]`` per micro-batch, or empty when the policy itself is the old policy.
+        ref_logprobs: One ``[B, T]`` per micro-batch, or empty without a reference.
+    """
+
+    micro_batches: list[MicroBatch]
+    num_loss_tokens: int
+    num_samples: int
+    old_logprobs: list[torch.Tensor] = field(default_factory=list)
+    ref_logprobs: list[torch.Tensor] = field(default_factory=list)
+
+
+def align_ranks(
+    micro_batches: Sequence[MicroBatch],
+    *,
+    num_samples: int,
+    collectives: Collectives,
+    device: torch.device,
+    empty_shape: tuple[int, int] = (1, _EMPTY_LENGTH),
+) -> StepBatch:
+    """Give every rank the same number of micro-batches and the global counts of the step.
+
+    A rank with fewer gets empty ones, whose loss is zero, so that all collectives of the model match.
+
+    Args:
+        micro_batches: This rank's, possibly none.
+        num_samples: This rank's samples.
+        collectives: Of the run.
+        device: Where training happens.
+        empty_shape: Rows and tokens of an empty micro-batch.
+    """
+    tokens = sum(batch.num_loss_tokens for batch in micro_batches)
+    sums = collectives.reduce({"tokens": tokens, "samples": num_samples}, "sum")
+    count = int(collectives.reduce_scalar(len(micro_batches), "max"))
+    padded = [*micro_batches] + [MicroBatch.empty(*empty_shape) for _ in range(count - len(micro_batches))]
+    return StepBatch(
+        micro_batches=[batch.to(device) for batch in padded],
+        num_loss_tokens=int(sums["tokens"]),
+        num_samples=int(sums["samples"]),
+    )
+
+
+def score_batch(batch: StepBatch, *, old: LogprobScorer | None, reference: LogprobScorer | None) -> None:
+    """Fill in old and reference log-probabilities, without grad. Collective.
+
+    Args:
+        batch: Changed in place.
+        old: Scores under the policy as it is now, or None if not needed.
+        reference: Scores under the reference, or None.
+    """
+    if old is not None:
+        batch.old_logprobs = [old(micro_batch) for micro_batch in batch.micro_batches]
+    if reference is not None:
+        batch.ref_logprobs = [reference(micro_batch) for micro_batch in batch.micro_batches]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimiser step did.
+
+    Attributes:
+        is_applied: False when a gradient was not finite: weights, schedule and version are unchanged.
+        grad_norm: Global gradient norm before clipping.
+        metrics: The loss's metrics over all ranks, by name (``loss/...``).
+    """
+
+    is_applied: bool
+    grad_norm: float
+    metrics: dict[str, float]
+
+
+def forward_backward(
+    model: nn.Module,
+    loss_fn: PolicyLoss,
+    batch: StepBatch,
+    *,
+    temperature: float,
+    prepare: PrepareInputs,
+    context: Callable[[], AbstractContextManager[None]],
+) -> list[dict[str, torch.Tensor]]:
+    """Accumulate the gradient of the step's loss over this rank's micro-batches.
+
+    FSDP sums gradients over ranks and autograd over micro-batches; each micro-batch's loss is divided by the
+    global count, so the sum is the global mean.
+
+    Args:
+        model: The policy.
+        loss_fn: The composed loss.
+        batch: Scored micro-batches.
+        temperature: Of sampling and scoring.
+        prepare: Builds the model's arguments.
+        context: TorchTitan's context for forward and backward.
+
+    Returns:
+        The loss's metrics of each micro-batch: this rank's parts of sums, or maxima.
+    """
+    metrics = []
+    for index, micro_batch in enumerate(batch.micro_batches):
+        with context():
+            scores = token_scores(
+                model, micro_batch, temperature=temperature, prepare=prepare, with_entropy=True
+            )
+            output = loss_fn(
+                LossInputs(
+                    policy_logprobs=scores.logprobs,
+                    advantages=micro_batch.advantages,
+                    loss_mask=micro_batch.loss_mask,
+                    sample_index=micro_batch.sample_index,
+                    generator_logprobs=micro_batch.generator_logprobs,
+                    num_loss_tokens=batch.num_loss_tokens,
+                    num_samples=batch.num_samples,
+                    old_logprobs=batch.old_logprobs[index] if batch.old_logprobs else None,
+                    ref_logprobs=batch.ref_logprobs[index] if batch.ref_logprobs else None,
+                    entropy=scores.entropy.detach() if scores.entropy is not None else None,
+                )
+            )
+            output.loss.backward()
+        metrics.append(output.metrics)
+    return metrics
+
+
+def reduce_metrics(
+    parts: Sequence[dict[str, torch.Tensor]], collectives: Collectives, *, prefix: str = "loss"
+) -> dict[str, float]:
+    """Put the metrics of all micro-batches and ranks together.
+
+    ``name/mean`` holds parts of a mean, which are added up; ``name/max`` holds maxima.
+
+    Args:
+        parts: One dict per micro-batch, all with the same names.
+        collectives: Of the run.
+        prefix: Put before the names.
+
+    Returns:
+        ``prefix/name`` for means and ``prefix/name_max`` for maxima.
+    """
+    stacked: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            stacked.setdefault(name, []).append(float(value))
+    sums = {name: math.fsum(values) for name, values in stacked.items() if name.endswith("/mean")}
+    maxima = {name: max(values) for name, values in stacked.items() if name.endswith("/max")}
+    reduced: dict[str, Any] = collectives.reduce(sums, "sum") | collectives.reduce(maxima, "max")
+    return {
+        f"{prefix}/{name.removesuffix('/mean').replace('/max', '_max')}": value
+        for name, value in reduced.items()
+    }

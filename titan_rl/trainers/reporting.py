@@ -1,0 +1,268 @@
+"""What a run reports: metrics, progress, recorded rollouts, evaluations, the summary and the export."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_rl.errors import TitanRLError
+from titan_rl.observability.progress import progress_line
+from titan_rl.observability.recorder import RolloutRecorder
+from titan_rl.observability.summary import RunSummary, read_scores
+from titan_rl.rollout.evaluation import total_up
+from titan_rl.rollout.runner import RunStats
+from titan_rl.titan.api import logger
+from titan_rl.titan.device import peak_memory_bytes
+from titan_rl.titan.weights import export_hf
+from titan_rl.trainers import assembly
+from titan_rl.trainers.optimization import StepBatch, StepResult
+from titan_rl.types import Group
+
+if TYPE_CHECKING:
+    from titan_rl.trainers.rl import RLTrainer
+
+_STAGES = ("generate", "score", "train", "sync", "evaluate", "checkpoint")
+
+
+class Reporter:
+    """Collects, reduces over ranks, and writes. Its collective methods are called on every rank."""
+
+    def __init__(self, trainer: RLTrainer) -> None:
+        """Bind a trainer whose collaborators are built."""
+        self._trainer, self._collectives = trainer, trainer.collectives
+        self._folder = Path(trainer.config.dump_folder)
+        self._recorder = RolloutRecorder(self._folder / "rollouts", self._collectives.rank)
+        self._summary = RunSummary()
+        self._padding: list[tuple[float, int]] = []
+        self._score: float | None = None
+        self.mean_mismatch = math.inf
+
+    def start(self) -> None:
+        """After the checkpoint is restored: forget what a resumed run executes again."""
+        trainer = self._trainer
+        self._started_step, self._started = trainer.step, time.perf_counter()
+        if self._collectives.rank == 0:
+            self._recorder.drop_after("train", trainer.state.iteration)
+            self._recorder.drop_after("evaluation", trainer.step)
+            scores = read_scores(self._folder / "summary.json")
+            self._summary.scores = {s: v for s, v in scores.items() if s <= trainer.step}
+        self._collectives.barrier()
+
+    def record(
+        self, groups: Sequence[Group], trainable: Sequence[Group], advantages: Sequence[float]
+    ) -> None:
+        """Write this rank's rollouts of the iteration, with their advantages."""
+        values: Iterator[float] = iter(advantages)
+        kept = {id(group) for group in trainable}
+        aligned = []
+        for group in groups:
+            for rollout in group.rollouts:
+                if rollout.reward is not None:
+                    aligned.append(next(values) if id(group) in kept else 0.0)
+        self._recorder.record("train", self._trainer.state.iteration + 1, groups, aligned)
+
+    def count_padding(self, fraction: float, num_micro_batches: int) -> None:
+        """Remember how much of this rank's rows was padding."""
+        self._padding.append((fraction, num_micro_batches))
+
+    def evaluation(self, groups: Sequence[Group]) -> None:
+        """Reduce and report one evaluation."""
+        trainer = self._trainer
+        section = trainer.config.evaluation
+        self._recorder.record("evaluation", trainer.step, groups)
+        totals = self._collectives.reduce(
+            asdict(total_up(groups, pass_threshold=section.pass_threshold)), "sum"
+        )
+        if not totals["num_prompts"]:
+            return
+        scored, prompts = totals["num_scored"], totals["num_prompts"]
+        metrics = {
+            "evaluation/score": totals["num_passed"] / scored,
+            "evaluation/reward_mean": totals["reward"] / scored,
+            f"evaluation/pass_at_{section.samples_per_prompt}": totals["pass_at_k"] / prompts,
+            "evaluation/completion_tokens_mean": totals["num_tokens"] / scored,
+            "evaluation/failed_rewards": totals["num_failed"],
+        }
+        self._score = metrics["evaluation/score"]
+        self._summary.num_evaluated = int(prompts)
+        self._summary.scores[trainer.step] = self._score
+        trainer.metrics_processor.logger.log(metrics, trainer.step)
+        logger.info(
+            "step %d  held-out score %.3f on %d prompts (mean reward %.3f)",
+            trainer.step,
+            self._score,
+            int(prompts),
+            metrics["evaluation/reward_mean"],
+        )
+
+    def iteration(
+        self,
+        groups: Sequence[Group],
+        stats: RunStats,
+        batches: Sequence[StepBatch],
+        results: Sequence[StepResult],
+    ) -> None:
+        """Reduce and report one iteration."""
+        trainer = self._trainer
+        seconds = trainer.timer.take()
+        metrics = self._rollout_metrics(groups, stats)
+        metrics |= self._step_metrics(results)
+        metrics |= {f"time/{stage}": seconds.get(stage, 0.0) for stage in _STAGES}
+        tokens = metrics.pop("tokens")
+        trained = sum(batch.num_loss_tokens for batch in batches)
+        total = sum(seconds.values())
+        metrics |= {
+            "throughput/tokens_per_second": tokens / total,
+            "throughput/generated_tokens_per_second": metrics["rollout/completion_tokens"]
+            / max(seconds.get("generate", 0.0), 1e-9),
+            "throughput/trained_tokens": trained,
+            "weight_sync/probe_difference": trainer.last_push.probe_difference,
+            "weight_sync/bytes": trainer.last_push.num_bytes,
+            "memory/peak_gib": self._collectives.reduce_scalar(peak_memory_bytes() / 2**30, "max"),
+            "batch/padding_fraction": self._mean_padding(),
+            "batch/micro_batches": sum(len(batch.micro_batches) for batch in batches),
+            "policy_version": trainer.state.policy_version,
+        }
+        self._add_to_summary(seconds, tokens, int(metrics["rollout/completion_tokens"]))
+        if trainer.metrics_processor.should_log(trainer.step):
+            trainer.metrics_processor.logger.log(metrics, trainer.step)
+        shown = metrics if self._score is None else metrics | {"evaluation/score": self._score}
+        logger.info(
+            progress_line(trainer.step, self._total, metrics=shown, seconds_left=self._seconds_left())
+        )
+        self._write_summary()
+
+    def finish(self) -> None:
+        """Export the policy, write and print the summary. Collective."""
+        trainer = self._trainer
+        section = trainer.config.model
+        if section.export:
+            directory = self._folder / "export"
+            export_hf(
+                assembly.weight_stream(trainer),
+                directory=directory,
+                hf_config=assembly.hf_config(trainer),
+                assets=trainer.config.hf_assets_path,
+                is_tied=bool(getattr(trainer.policy, "enable_weight_tying", False)),
+            )
+            self._summary.paths["export"] = str(directory)
+        self._write_summary()
+        if self._collectives.rank == 0:
+            logger.info(self._summary.text())
+        self._check_gain()
+
+    # -------------------------------------------------------------------------------------------------
+
+    @property
+    def _total(self) -> int:
+        return self._trainer.config.training.steps
+
+    def _rollout_metrics(self, groups: Sequence[Group], stats: RunStats) -> dict[str, float]:
+        rewards = [r.reward for g in groups for r in g.rollouts if r.reward is not None]
+        parts: dict[str, float] = {}
+        for reward in rewards:
+            for name, value in reward.parts.items():
+                parts[f"part/{name}"] = parts.get(f"part/{name}", 0.0) + value
+        names = [spec.name for spec in assembly.reward_specs(self._trainer.config.reward)]
+        totals = [reward.total for reward in rewards]
+        equal = sum(len({r.reward.total for r in g.rollouts if r.reward is not None}) <= 1 for g in groups)
+        sums = {
+            "rewards": len(totals),
+            "reward": math.fsum(totals),
+            "square": math.fsum(t * t for t in totals),
+            "rollouts": stats.num_rollouts,
+            "tokens": stats.num_tokens,
+            "prompt_tokens": stats.num_prompt_tokens,
+            "truncated": stats.num_truncated,
+            "failed": sum(stats.reward_failures.values()),
+            "groups": len(groups),
+            "equal": equal,
+        } | {f"part/{name}": parts.get(f"part/{name}", 0.0) for name in names}
+        total = self._collectives.reduce(sums, "sum")
+        count, rollouts = max(total["rewards"], 1), max(total["rollouts"], 1)
+        mean = total["reward"] / count
+        metrics = {
+            "reward/mean": mean,
+            "reward/std": math.sqrt(max(total["square"] / count - mean**2, 0.0)),
+            "reward/failed_fraction": total["failed"] / rollouts,
+            "reward/equal_groups_fraction": total["equal"] / max(total["groups"], 1),
+            "rollout/completion_tokens": total["tokens"],
+            "rollout/completion_tokens_mean": total["tokens"] / rollouts,
+            "rollout/prompt_tokens_mean": total["prompt_tokens"] / rollouts,
+            "rollout/truncated_fraction": total["truncated"] / rollouts,
+            "time/reward_wait": stats.reward_seconds,
+            "tokens": total["tokens"] + total["prompt_tokens"],
+        }
+        return metrics | {f"reward/{name}": total[f"part/{name}"] / count for name in names}
+
+    def _step_metrics(self, results: Sequence[StepResult]) -> dict[str, float]:
+        """Mean over the iteration's steps; the mismatch from the first, where the weights are the generator's."""
+        trainer = self._trainer
+        metrics: dict[str, float] = {}
+        for name in results[0].metrics:
+            values = [r.metrics[name] for r in results if name in r.metrics]
+            metrics[name] = max(values) if name.endswith("_max") else math.fsum(values) / len(values)
+        first = results[0].metrics
+        if "loss/mismatch_abs" in first:
+            self.mean_mismatch = first["loss/mismatch_abs"]
+            metrics["loss/mismatch_abs"], metrics["loss/mismatch_abs_max"] = (
+                first["loss/mismatch_abs"],
+                first["loss/mismatch_abs_max"],
+            )
+        norms = [r.grad_norm for r in results if math.isfinite(r.grad_norm)]
+        if norms:
+            metrics["grad_norm"] = math.fsum(norms) / len(norms)
+        metrics["skipped_steps"] = trainer.state.skipped_steps
+        return metrics | dict(trainer.lr_schedulers.get_metrics())
+
+    def _mean_padding(self) -> float:
+        taken, self._padding = self._padding, []
+        weight = sum(n for _, n in taken)
+        local = math.fsum(f * n for f, n in taken)
+        total = self._collectives.reduce({"sum": local, "weight": weight}, "sum")
+        return total["sum"] / max(total["weight"], 1)
+
+    def _seconds_left(self) -> float:
+        done = self._trainer.step - self._started_step
+        elapsed = time.perf_counter() - self._started
+        return elapsed / max(done, 1) * (self._total - self._trainer.step)
+
+    def _add_to_summary(self, seconds: dict[str, float], tokens: float, generated: int) -> None:
+        summary = self._summary
+        for stage in _STAGES:
+            summary.stage_seconds[stage] = summary.stage_seconds.get(stage, 0.0) + seconds.get(stage, 0.0)
+        summary.stage_tokens["generate"] = summary.stage_tokens.get("generate", 0) + generated
+        summary.stage_tokens["train"] = summary.stage_tokens.get("train", 0) + int(tokens)
+
+    def _write_summary(self) -> None:
+        trainer, summary = self._trainer, self._summary
+        summary.steps, summary.policy_version = trainer.step, trainer.state.policy_version
+        summary.seconds = time.perf_counter() - self._started
+        summary.score_before = summary.scores.get(0)
+        summary.score_after = summary.scores.get(trainer.step)
+        config = trainer.config
+        summary.paths |= {
+            "rollouts": str(self._folder / "rollouts"),
+            "metrics": str(self._folder / config.metrics.save_tb_folder),
+            "config": str(self._folder / "config.toml"),
+            "summary": str(self._folder / "summary.json"),
+        }
+        if config.checkpoint.enable:
+            summary.paths["checkpoints"] = str(self._folder / config.checkpoint.folder)
+        if self._collectives.rank == 0:
+            summary.write(self._folder / "summary.json")
+
+    def _check_gain(self) -> None:
+        wanted = self._trainer.config.evaluation.minimum_gain
+        before, after = self._summary.score_before, self._summary.score_after
+        if wanted is None:
+            return
+        if before is None or after is None or after - before < wanted:
+            raise TitanRLError(
+                f"The held-out score must rise by at least evaluation.minimum_gain = {wanted}; "
+                f"got {before} before and {after} after. Look at the rollouts in {self._folder / 'rollouts'}."
+            )

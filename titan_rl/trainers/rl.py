@@ -1,0 +1,384 @@
+"""The RL trainer: TorchTitan's trainer with rollouts for data. The loop is :meth:`RLTrainer.train`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Annotated, Any
+
+import torch
+
+from titan_rl.algorithms import grpo
+from titan_rl.algorithms.policy_loss import PolicyLoss
+from titan_rl.algorithms.registries import ADVANTAGES
+from titan_rl.batching.micro_batch import MicroBatch, padding_fraction
+from titan_rl.batching.pack import pack
+from titan_rl.batching.steps import split_into_steps
+from titan_rl.config.choice import Choice, build
+from titan_rl.errors import NonFiniteError, TitanRLError
+from titan_rl.generation.registry import GENERATORS
+from titan_rl.generation.vllm import VllmGenerator
+from titan_rl.observability.stages import StageTimer
+from titan_rl.policy.token_scores import LogprobScorer
+from titan_rl.resilience.state import RunState, seed_process
+from titan_rl.rewards.pool import RewardPool
+from titan_rl.rollout.evaluation import EvaluationSection
+from titan_rl.rollout.runner import RunStats
+from titan_rl.rollout.samples import to_samples
+from titan_rl.titan.api import CheckpointManager, Trainer, clip_grad_norm_, logger, set_pg_timeouts
+from titan_rl.titan.collectives import Collectives
+from titan_rl.titan.models import ModelSection
+from titan_rl.trainers import assembly, checks, initial_weights
+from titan_rl.trainers.data_loaders import NoDataLoader
+from titan_rl.trainers.optimization import (
+    StepBatch,
+    StepResult,
+    align_ranks,
+    forward_backward,
+    reduce_metrics,
+    score_batch,
+)
+from titan_rl.trainers.reporting import Reporter
+from titan_rl.trainers.sections import (
+    AlgorithmSection,
+    BatchingSection,
+    DataSection,
+    ReferenceSection,
+    ResilienceSection,
+    SamplingSection,
+)
+from titan_rl.types import Group, Sample
+from titan_rl.weight_sync.push import WeightSync, WeightSyncSection
+
+
+class RLTrainer(Trainer):
+    """Reinforcement learning as a TorchTitan trainer.
+
+    TorchTitan builds the sharded policy, optimiser, schedule, checkpointer and metrics. Added after it: the
+    generator, the rewards, the reference, and the loop.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """TorchTitan's sections, and ours."""
+
+        model: ModelSection = field(default_factory=ModelSection)
+        """Which model."""
+        algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+        """Which composition, and how many optimiser steps per iteration."""
+        advantage: Annotated[object, Choice(ADVANTAGES)] = field(
+            default_factory=lambda: grpo.preset().advantage
+        )
+        """Rewards of a group to advantages."""
+        loss: PolicyLoss.Config = field(default_factory=lambda: grpo.preset().loss)
+        """Ratio, surrogate, correction, aggregation and KL."""
+        data: DataSection = field(default_factory=DataSection)
+        """Prompts."""
+        reward: list[dict[str, Any]] = field(default_factory=list)
+        """``[[reward]]`` tables: ``type``, ``weight``, ``name`` and the reward's own keys."""
+        reward_workers: RewardPool.Config = field(default_factory=RewardPool.Config)
+        """Worker processes that compute rewards, per rank."""
+        sampling: SamplingSection = field(default_factory=SamplingSection)
+        """How completions are drawn."""
+        generator: Annotated[object, Choice(GENERATORS)] = field(default_factory=VllmGenerator.Config)
+        """The engine that samples."""
+        weight_sync: WeightSyncSection = field(default_factory=WeightSyncSection)
+        """Bounds of the handshake."""
+        batching: BatchingSection = field(default_factory=BatchingSection)
+        """How samples become rows."""
+        reference: ReferenceSection = field(default_factory=ReferenceSection)
+        """The frozen model of the KL term."""
+        evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+        """Scores on held-out prompts."""
+        resilience: ResilienceSection = field(default_factory=ResilienceSection)
+        """When to give up."""
+        dataloader: NoDataLoader.Config = field(default_factory=NoDataLoader.Config)
+        checkpoint: CheckpointManager.Config = field(
+            default_factory=lambda: CheckpointManager.Config(last_save_model_only=False)
+        )
+
+        def __post_init__(self) -> None:
+            Trainer.Config.__post_init__(self)
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        """Build the policy with TorchTitan, then everything around it.
+
+        Args:
+            config: The whole configuration; ``model_spec`` set.
+
+        Raises:
+            ConfigError: the configuration contradicts itself or the files it names.
+        """
+        checks.check_config(
+            config, world_size=assembly.world_size_from_env(), device_type=assembly.device_type()
+        )
+        self.run_seed = config.debug.seed if config.debug.seed is not None else 0
+        data = assembly.open_data(config, self.run_seed)
+        super().__init__(config)
+        self.policy = self.model_parts[0]
+        self.policy._skip_lm_head = True  # the head is applied to trained tokens only, in chunks
+        self.collectives = Collectives(self.parallel_dims, self.device)
+        self.needs = self.loss_fn.needs(steps_per_iteration=config.algorithm.steps_per_iteration)
+        self.advantage = build(config.advantage)
+        self.needs |= self.advantage.needs
+        self.state = RunState(seed=self.run_seed, data_fingerprint=data.train.dataset.fingerprint)
+        self.checkpointer.states = getattr(self.checkpointer, "states", {})
+        self.checkpointer.states["rl_state"] = self.state
+        initial_weights.load(self)
+        self.reference = self._reference_scorer()
+        self.old_scorer = self._scorer(self.policy)
+        self.data = data
+        self.generator = assembly.build_generator(self, data)
+        self.rewards = assembly.build_rewards(config)
+        self.runner = assembly.build_runner(self, data)
+        self.sync = WeightSync(
+            config.weight_sync,
+            stream=assembly.weight_stream(self),
+            generator=self.generator,
+            policy_logprobs=self._probe_logprobs,
+            probe=data.probe(),
+            collectives=self.collectives,
+        )
+        self.report = Reporter(self)
+
+    def train(self) -> None:
+        """Run iterations until ``training.steps`` optimiser steps are done."""
+        self._resume()
+        self.sync_weights()
+        if self.state.iteration == 0:
+            self.evaluate()
+        while self.should_continue_training():
+            seed_process(self.run_seed, self.state.iteration, self.collectives.rank)
+            groups, stats = self.generate()
+            batches = self.make_batches(groups)
+            with self.timer.stage("score"):
+                for batch in batches:
+                    old = self.old_scorer if self._recompute_old(batch) else None
+                    score_batch(batch, old=old, reference=self.reference)
+            results = [self.optimizer_step(batch) for batch in batches]
+            self.state.iteration += 1
+            self.sync_weights()
+            if self._evaluation_is_due():
+                self.evaluate()
+            self.report.iteration(groups, stats, batches, results)
+            with self.timer.stage("checkpoint"):
+                is_last = self.step >= self.config.training.steps
+                self.checkpointer.save(self.step, last_step=is_last)
+        self.report.finish()
+
+    # ------------------------------------------------------------------ stages of an iteration, in order
+
+    def generate(self) -> tuple[list[Group], RunStats]:
+        """Draw the next prompts, and sample and score their rollouts, on this rank's share."""
+        config = self.config
+        count = config.data.prompts_per_iteration
+        with self.timer.stage("generate"):
+            self.generator.wake_up()
+            prompts = self.data.train.take(self.state.cursor, count)
+            groups, stats = self.runner.run(
+                list(enumerate(prompts, start=self.state.cursor)),
+                group_size=config.sampling.group_size,
+                sampling=self.data.sampling,
+                policy_version=self.state.policy_version,
+            )
+            self.generator.sleep()
+        self.state.cursor += count
+        self._check_rewards(groups)
+        return groups, stats
+
+    def make_batches(self, groups: Sequence[Group]) -> list[StepBatch]:
+        """Cut samples, compute advantages, and pack them for each optimiser step of the iteration."""
+        trainable = [g for g in groups if self._num_scored(g) >= self.needs.smallest_group]
+        samples = to_samples(trainable)
+        rewards = [[r.reward.total for r in g.rollouts if r.reward is not None] for g in trainable]
+        advantages = self.advantage(rewards)
+        self.report.record(groups, trainable, advantages)
+        steps = split_into_steps(samples, self.config.algorithm.steps_per_iteration)
+        return [
+            self._batch([samples[i] for i in chosen], [advantages[i] for i in chosen]) for chosen in steps
+        ]
+
+    def optimizer_step(self, batch: StepBatch) -> StepResult:
+        """Train on one batch: forward-backward over its micro-batches, clip, step.
+
+        Raises:
+            NonFiniteError: more steps in a row were skipped than ``resilience.max_skipped_steps``.
+        """
+        self.step += 1
+        if batch.num_loss_tokens == 0:
+            return self._skip(float("nan"), {}, "no token to train on in any rank")
+        with self.timer.stage("train"):
+            self.optimizers.zero_grad(set_to_none=True)
+            parts = forward_backward(
+                self.policy,
+                self.loss_fn,
+                batch,
+                temperature=self.config.sampling.temperature,
+                prepare=self._prepare_inputs,
+                context=self.train_context,
+            )
+            norm = clip_grad_norm_(self.policy.parameters(), self.config.training.max_norm, foreach=True)
+            grad_norm = float(norm)
+            metrics = reduce_metrics(parts, self.collectives)
+            if not math.isfinite(grad_norm):
+                return self._skip(grad_norm, metrics, f"the gradient norm is {grad_norm}")
+            self.checkpointer.maybe_wait_for_staging()
+            self.optimizers.step()
+            self.lr_schedulers.step()
+        self.state.policy_version += 1
+        self.ntokens_seen += sum(micro_batch.num_tokens for micro_batch in batch.micro_batches)
+        self._skipped_in_a_row = 0
+        return StepResult(is_applied=True, grad_norm=grad_norm, metrics=metrics)
+
+    def sync_weights(self) -> None:
+        """Bring the policy to the generator, confirmed by the handshake."""
+        with self.timer.stage("sync"):
+            self.generator.wake_up()
+            self.last_push = self.sync.push(self.state.policy_version)
+
+    def evaluate(self) -> None:
+        """Score held-out prompts and report the result."""
+        section = self.config.evaluation
+        with self.timer.stage("evaluate"):
+            prompts = self.data.held_out_prompts()
+            groups, _ = self.runner.run(
+                list(enumerate(prompts)),
+                group_size=section.samples_per_prompt,
+                sampling=dataclasses.replace(self.data.sampling, temperature=section.temperature),
+                policy_version=self.state.policy_version,
+                purpose="evaluation",
+            )
+        self.report.evaluation(groups)
+
+    # ------------------------------------------------------------------------------------------ details
+
+    timer: StageTimer
+    _skipped_in_a_row: int
+
+    def _resume(self) -> None:
+        """Restore the newest checkpoint of this run, if there is one."""
+        self.timer, self._skipped_in_a_row = StageTimer(), 0
+        self.checkpointer.load(step=self.config.checkpoint.load_step)
+        self.report.start()
+        sampling, comm = self.config.sampling, self.config.comm
+        # A rank may wait this long for the slowest one's rollouts.
+        longest = max(2 * sampling.timeout_seconds, comm.train_timeout_seconds)
+        set_pg_timeouts(timedelta(seconds=longest), self.parallel_dims)
+
+    def _batch(self, samples: list[Sample], advantages: list[float]) -> StepBatch:
+        training = self.config.training
+        micro_batches = pack(
+            samples,
+            advantages,
+            token_budget=training.seq_len,
+            rows_per_micro_batch=training.local_batch_size,
+            pad_to=self.config.batching.pad_to,
+        )
+        self.report.count_padding(padding_fraction(micro_batches), len(micro_batches))
+        return align_ranks(
+            micro_batches, num_samples=len(samples), collectives=self.collectives, device=self.device
+        )
+
+    def _recompute_old(self, batch: StepBatch) -> bool:
+        """Whether the trainer must score under the old policy; otherwise the generator's values serve."""
+        if not self.needs.old:
+            return False
+        algorithm = self.config.algorithm
+        if algorithm.old_logprobs == "recompute":
+            return True
+        if self.report.mean_mismatch <= algorithm.max_mismatch:
+            batch.old_logprobs = [micro_batch.generator_logprobs for micro_batch in batch.micro_batches]
+            return False
+        logger.warning(
+            "Generator and trainer differ by %.1e nats per token, more than algorithm.max_mismatch = %.1e: "
+            "old log-probabilities are recomputed in this iteration.",
+            self.report.mean_mismatch,
+            algorithm.max_mismatch,
+        )
+        return True
+
+    def _skip(self, grad_norm: float, metrics: dict[str, float], cause: str) -> StepResult:
+        self.state.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        logger.warning("Step %d is skipped: %s.", self.step, cause)
+        if self._skipped_in_a_row > self.config.resilience.max_skipped_steps:
+            raise NonFiniteError(
+                f"{self._skipped_in_a_row} steps in a row were skipped, more than "
+                f"resilience.max_skipped_steps; the last because {cause}. "
+                "Look at the rollouts and at optimizer.lr."
+            )
+        return StepResult(is_applied=False, grad_norm=grad_norm, metrics=metrics)
+
+    def _check_rewards(self, groups: Sequence[Group]) -> None:
+        rollouts = [r for g in groups for r in g.rollouts]
+        failed = [r for r in rollouts if r.reward is None]
+        sums = self.collectives.reduce({"failed": len(failed), "all": len(rollouts)}, "sum")
+        self.state.dropped_samples += int(sums["failed"])
+        if sums["failed"] > self.config.resilience.max_failed_reward_fraction * sums["all"]:
+            cause = failed[0].reward_error if failed else "see the other ranks' logs"
+            raise TitanRLError(
+                f"{int(sums['failed'])} of {int(sums['all'])} rewards failed, more than "
+                f"resilience.max_failed_reward_fraction. The first: {cause}."
+            )
+        if failed:
+            logger.warning("%d rewards failed on this rank; first: %s", len(failed), failed[0].reward_error)
+
+    @staticmethod
+    def _num_scored(group: Group) -> int:
+        return sum(r.reward is not None for r in group.rollouts)
+
+    def _evaluation_is_due(self) -> bool:
+        interval = self.config.evaluation.interval_steps
+        return self.step >= self.config.training.steps or bool(interval and self.step % interval == 0)
+
+    def _prepare_inputs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+        seen = self.ntokens_seen
+        inputs, _, kwargs = self.post_dataloading_process(
+            {"input": micro_batch.input_ids, "positions": micro_batch.positions}, micro_batch.targets
+        )
+        self.ntokens_seen = seen  # TorchTitan's hook counts every call; only trained batches should count
+        return inputs, kwargs
+
+    def _scorer(self, model: torch.nn.Module) -> LogprobScorer:
+        return LogprobScorer(
+            model,
+            temperature=self.config.sampling.temperature,
+            prepare=self._prepare_inputs,
+            context=self.train_context,
+        )
+
+    def _reference_scorer(self) -> LogprobScorer | None:
+        if not self.needs.reference:
+            return None
+        model = initial_weights.frozen_copy(self, offload_to_cpu=self.config.reference.offload_to_cpu)
+        return self._scorer(model)
+
+    def _probe_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of tokens 1 to N - 1 at temperature 1, under the policy as it is now."""
+        sample = Sample(
+            token_ids=list(token_ids),
+            loss_mask=[False] + [True] * (len(token_ids) - 1),
+            generator_logprobs=[0.0] * len(token_ids),
+            reward=0.0,
+            group_index=0,
+            sample_index=0,
+            is_truncated=False,
+        )
+        batch = pack([sample], [0.0], token_budget=self.config.training.seq_len, rows_per_micro_batch=1)[0]
+        scorer = LogprobScorer(
+            self.policy, temperature=1.0, prepare=self._prepare_inputs, context=self.train_context
+        )
+        return scorer(batch.to(self.device))[0, : len(token_ids) - 1].tolist()
+
+    def close(self) -> None:
+        """Release the generator and the reward workers, then what TorchTitan holds."""
+        for name in ("rewards", "generator"):
+            collaborator = getattr(self, name, None)
+            if collaborator is not None:
+                collaborator.close()
+        super().close()

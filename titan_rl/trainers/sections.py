@@ -1,0 +1,110 @@
+"""The tables of an RL run that belong to no single component."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Interval
+
+from titan_rl.config.choice import Choice
+from titan_rl.data.arithmetic import Arithmetic
+from titan_rl.data.datasets import DATASETS
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgorithmSection:
+    """Table ``[algorithm]``."""
+
+    type: str = "grpo"
+    """A named composition, which sets the defaults of ``[advantage]`` and ``[loss]``."""
+
+    steps_per_iteration: Annotated[int, Ge(1)] = 1
+    """Optimiser steps K on one batch of rollouts, each on a K-th of its groups."""
+
+    old_logprobs: Literal["recompute", "generator"] = "recompute"
+    """With more than one step: the old policy's log-probabilities are recomputed by the trainer, or taken
+    from the generator while they agree with the trainer's on the first step (``max_mismatch``)."""
+
+    max_mismatch: Annotated[float, Gt(0)] = 1e-3
+    """Largest mean difference, in nats per token, at which the generator's log-probabilities are used; above
+    it they are recomputed and a warning says so."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataSection:
+    """Table ``[data]``."""
+
+    source: Annotated[object, Choice(DATASETS)] = field(default_factory=Arithmetic.Config)
+    """Where prompts come from: table ``[data.source]`` with ``type``."""
+
+    prompts_per_iteration: Annotated[int, Ge(1)] = 32
+    """Prompts of one iteration over all ranks; with ``sampling.group_size`` rollouts each."""
+
+    system_prompt: str = ""
+    """Put before every prompt as a system message; empty: none."""
+
+    chat_template: Literal["auto", "on", "off"] = "auto"
+    """Render with the tokenizer's chat template: if it has one, always, or never."""
+
+    max_prompt_tokens: Annotated[int, Ge(1)] = 512
+    """Longest prompt, in tokens after the chat template."""
+
+    too_long: Literal["error", "skip"] = "error"
+    """A longer prompt ends the run at start-up, or is left out and counted."""
+
+    shuffle: bool = True
+    """Draw each epoch in an order that depends on the seed and the epoch only."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingSection:
+    """Table ``[sampling]``. The trainer scores under the same temperature."""
+
+    group_size: Annotated[int, Ge(1)] = 8
+    """Rollouts per prompt."""
+
+    temperature: Annotated[float, Gt(0)] = 1.0
+    """Logits are divided by it, in the generator and in the trainer."""
+
+    max_tokens: Annotated[int, Ge(1)] = 256
+    """Longest completion, in tokens."""
+
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    """Must be 1 in training: a truncated distribution is not the policy's."""
+
+    top_k: Annotated[int, Ge(0)] = 0
+    """Must be 0 in training, for the same reason."""
+
+    min_p: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """Must be 0 in training, for the same reason."""
+
+    timeout_seconds: Annotated[float, Gt(0)] = 1800.0
+    """Deadline of one iteration's generation, and again of its rewards."""
+
+
+@dataclass(kw_only=True, slots=True)
+class BatchingSection:
+    """Table ``[batching]``. ``training.seq_len`` is the row budget, ``training.local_batch_size`` the rows."""
+
+    pad_to: Literal["longest", "token_budget"] = "longest"
+    """Length of a micro-batch's rows: its longest row, or always the budget (one shape, for compilation)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ReferenceSection:
+    """Table ``[reference]``: the frozen model of the KL term, the policy as it was before the first step."""
+
+    offload_to_cpu: bool = False
+    """Keep its shards in host memory between uses. On a CPU there is nowhere to move them: refused."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ResilienceSection:
+    """Table ``[resilience]``."""
+
+    max_failed_reward_fraction: Annotated[float, Interval(ge=0, le=1)] = 0.5
+    """The run ends when a larger share of an iteration's rewards failed."""
+
+    max_skipped_steps: Annotated[int, Ge(0)] = 3
+    """The run ends after more skipped steps in a row (nothing to train on, or a non-finite gradient)."""
