@@ -50,8 +50,7 @@ Did you mean 'decoder'?
     target = registry.get(name) if isinstance(name, str) else None
     if target is None:
         if not isinstance(name, str) or re.match(CUSTOM_PATTERN, name) is None:
-            remedy = suggest(name, registry, otherwise="Use one of these names, or name your own class.")
-            raise ConfigError(where, f'be {alternatives(registry)} or "package.module:Class"', name, remedy)
+            raise unknown_name(name, registry, where)
         target = name
     module_name, _, qualified_name = target.partition(":")
     try:
@@ -66,6 +65,13 @@ Did you mean 'decoder'?
             raise ConfigError(where, f"name something that {module_name} defines", name, remedy)
         found = getattr(found, part)
     return found
+
+
+def unknown_name(name: object, registered: Iterable[str], where: str) -> ConfigError:
+    """Return the error for a ``type`` that is neither registered nor of the form ``package.module:Class``."""
+    names = list(registered)
+    remedy = suggest(name, names, otherwise="Use one of these names, or name your own class.")
+    return ConfigError(where, f'be {alternatives(names)} or "package.module:Class"', name, remedy)
 
 
 def nearest(name: object, candidates: Iterable[str]) -> str | None:
