@@ -97,7 +97,8 @@ def _load(config: HuggingFace.Config, split: str, key: str) -> Any:
         else:
             path = str(directory) if directory.is_dir() else config.path
             return datasets.load_dataset(path, config.name, split=split, revision=config.revision)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    # IndexError is what load_from_disk makes of a dataset without rows.
+    except (OSError, ValueError, RuntimeError, IndexError, datasets.exceptions.DatasetsError) as error:
         problem = f"{config.path} [{split}]: {type(error).__name__}: {error}"
         raise ConfigError(
             key if "split" in str(error).lower() else "data.path",

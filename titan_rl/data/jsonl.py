@@ -110,10 +110,12 @@ class JsonLines:
             row = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
             raise ConfigError(
-                where, f"be one JSON object ({error})", shorten(text), "Correct or remove the line."
+                where, f"be one JSON object ({error})", shorten(text.strip()), "Correct or remove the line."
             ) from error
         if not isinstance(row, dict):
-            raise ConfigError(where, "be one JSON object", shorten(text), "Correct or remove the line.")
+            raise ConfigError(
+                where, "be one JSON object", shorten(text.strip()), "Correct or remove the line."
+            )
         return row
 
     def where(self, index: int) -> str:

@@ -27,7 +27,8 @@ def test_a_prompt_states_the_problem_and_carries_the_answer():
     config = Arithmetic.Config(
         operation=["add", "subtract", "multiply"], minimum=7, maximum=12, num_held_out=0
     )
-    prompts = {p.id: p for p in (Arithmetic(config, "train")[i] for i in range(3 * 36))}
+    data = Arithmetic(config, "train")
+    prompts = {data[i].id: data[i] for i in range(len(data))}
     assert len(prompts) == 3 * 36
     cases = {
         "arithmetic/add/7/12": ("7 + 12 =", "19"),

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.data.cursor import PromptStream
@@ -34,6 +34,7 @@ def ids(prompts):
     return [prompt.id for prompt in prompts]
 
 
+@settings(deadline=None)
 @given(
     length=st.integers(1, 40),
     seed=st.integers(0, 2**63 - 1),
@@ -52,6 +53,7 @@ def test_how_the_draw_is_cut_into_chunks_changes_nothing(length, seed, start, ch
         assert stream.at(start + offset)[0].id == whole[offset]
 
 
+@settings(deadline=None)
 @given(length=st.integers(1, 60), seed=st.integers(0, 2**32), epoch=st.integers(0, 1000))
 def test_every_epoch_is_a_permutation(length, seed, epoch):
     stream = PromptStream(Numbers(length), seed)
@@ -69,24 +71,8 @@ def test_epochs_and_seeds_have_different_orders():
 
 
 def test_the_order_is_this_one_forever():
-    assert ids(PromptStream(Numbers(8), seed=17).take(0, 16)) == [
-        "1",
-        "6",
-        "5",
-        "3",
-        "4",
-        "2",
-        "0",
-        "7",
-        "2",
-        "0",
-        "3",
-        "5",
-        "4",
-        "6",
-        "1",
-        "7",
-    ]
+    drawn = "".join(ids(PromptStream(Numbers(8), seed=17).take(0, 16)))
+    assert drawn == "1653420720354617"
 
 
 def test_all_orders_of_three_prompts_are_about_equally_frequent():

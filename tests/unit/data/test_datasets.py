@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.config.registry import resolve
@@ -68,6 +68,7 @@ def test_about_the_given_fraction_is_held_out_and_other_seeds_hold_out_others():
     assert all(is_held_out(key, fraction=1.0, split_seed=0) for key in keys)
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=16, max_size=16), st.floats(0, 1), st.floats(0, 1))
 def test_a_larger_fraction_holds_out_everything_that_a_smaller_one_does(key, one, other):
     small, large = sorted([one, other])
