@@ -174,6 +174,7 @@ class RewardPool:
         """
         end = time.monotonic() + timeout_seconds
         is_last = False
+        self._turn(0.0)
         while True:
             while self._answers:
                 yield self._answers.popleft()
