@@ -279,7 +279,7 @@ def test_metadata_that_is_no_json_is_a_config_error_that_names_the_prompt():
     [("num_workers", 0), ("num_spares", -1), ("deadline_seconds", 0.0), ("startup_seconds", float("nan"))],
 )
 def test_impossible_settings_are_config_errors(key, value):
-    with pytest.raises(ConfigError, match=f"reward_pool.{key}"), obedient_pool(**{key: value}):
+    with pytest.raises(ConfigError, match=f"reward_workers.{key}"), obedient_pool(**{key: value}):
         pass
 
 
