@@ -353,7 +353,9 @@ def _check_config(config: RewardPool.Config) -> None:
         ("max_reply_bytes", 1024),
     ):
         if getattr(config, key) < least:
-            raise ConfigError(f"reward_workers.{key}", f"be at least {least}", getattr(config, key), "Raise it.")
+            raise ConfigError(
+                f"reward_workers.{key}", f"be at least {least}", getattr(config, key), "Raise it."
+            )
     for key in ("deadline_seconds", "startup_seconds"):
         if not getattr(config, key) > 0:
             raise ConfigError(f"reward_workers.{key}", "be more than 0", getattr(config, key), "Raise it.")
