@@ -4,11 +4,13 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.config.configs import TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 from torchtitan.distributed.utils import clip_grad_norm_, set_pg_timeouts
 from torchtitan.observability import structured_logger
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.profiler import Profiler
 from torchtitan.trainer import Trainer
 
 __all__ = [
@@ -21,8 +23,10 @@ __all__ = [
     "ModelSpec",
     "OptimizersContainer",
     "ParamGroupConfig",
+    "Profiler",
     "SelectiveAC",
     "Trainer",
+    "TrainingConfig",
     "clip_grad_norm_",
     "init_logger",
     "logger",

@@ -159,14 +159,10 @@ class CachedModel:
         """Put a cache into a model.
 
         Args:
-            model: A whole decoder, on the device where it runs.
+            model: A whole decoder, on the device where it runs, that :func:`check_supported` accepts.
             max_rows: Most rows.
             max_tokens: Most tokens of a row.
-
-        Raises:
-            ConfigError: The model's layers do something that this cache would compute differently.
         """
-        check_supported(model)
         self.model = model
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._capacity = _Capacity()
@@ -275,7 +271,12 @@ def build_cached_model(
         dtype: ``"float32"`` or ``"bfloat16"``, of weights and cache.
         max_rows: Most sequences at once.
         max_tokens: Most tokens of a sequence.
+
+    Raises:
+        ConfigError: The model's layers do something that this cache would compute differently.
     """
+    with torch.device("meta"):
+        check_supported(model_config.build())
     # The initialiser draws values that are overwritten; the run's own draws must not notice.
     devices = [torch.cuda.current_device()] if titan_utils.device_type == "cuda" else []
     with torch.random.fork_rng(devices), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[dtype]):
@@ -287,7 +288,7 @@ def check_supported(model: nn.Module) -> None:
     """Refuse models whose attention is not plainly causal, or that keep other state than keys and values.
 
     Supported are decoders with TorchTitan's own ``Decoder.forward`` and masks, in which every layer has an
-    ``attention.inner_attention``: Llama 3, Qwen3, DeepSeek V3, and a user's own of that form.
+    ``attention.inner_attention``: Llama 3, Qwen3 (dense and MoE), and a user's own of that form.
 
     Raises:
         ConfigError: The model is another one.

@@ -44,6 +44,7 @@ class RunData:
         encoder: The tokenizer with its chat template.
         sampling: How completions are drawn in training.
         num_held_out: Most held-out prompts to score.
+        fingerprint: Of the training prompts and of how they are rendered.
     """
 
     train: PromptStream
@@ -51,6 +52,7 @@ class RunData:
     encoder: PromptEncoder
     sampling: SamplingParams
     num_held_out: int
+    fingerprint: str
 
     def held_out_prompts(self) -> list[Prompt]:
         """The held-out prompts that an evaluation scores."""
@@ -111,6 +113,7 @@ def open_data(config: RLTrainer.Config, run_seed: int) -> RunData:
             stop_token_ids=encoder.stop_token_ids,
         ),
         num_held_out=config.evaluation.num_prompts,
+        fingerprint=f"{train.fingerprint}/{encoder.fingerprint}",
     )
 
 

@@ -200,7 +200,7 @@ class Reporter:
         return metrics | {f"reward/{name}": total[f"part/{name}"] / count for name in names}
 
     def _step_metrics(self, results: Sequence[StepResult]) -> dict[str, float]:
-        """Mean over the iteration's steps; the mismatch from the first, where the weights are the generator's."""
+        """Mean over the iteration's steps; the mismatch is of the first, with the generator's weights."""
         trainer = self._trainer
         metrics: dict[str, float] = {}
         for name in results[0].metrics:

@@ -126,7 +126,7 @@ class RLTrainer(Trainer):
         self.needs = self.loss_fn.needs(steps_per_iteration=config.algorithm.steps_per_iteration)
         self.advantage = build(config.advantage)
         self.needs |= self.advantage.needs
-        self.state = RunState(seed=self.run_seed, data_fingerprint=data.train.dataset.fingerprint)
+        self.state = RunState(seed=self.run_seed, data_fingerprint=data.fingerprint)
         self.checkpointer.states = getattr(self.checkpointer, "states", {})
         self.checkpointer.states["rl_state"] = self.state
         initial_weights.load(self)

@@ -1,0 +1,125 @@
+"""From a checked document to a trainer's configuration: defaults, presets, overlay, and the model spec."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from annotated_types import Ge
+
+from titan_rl.algorithms.registries import ALGORITHMS
+from titan_rl.config.choice import Choice
+from titan_rl.config.overlay import overlay
+from titan_rl.config.registry import resolve
+from titan_rl.config.rules import As, Hidden, Limits, Rules
+from titan_rl.config.toml import Document
+from titan_rl.titan.api import Profiler, SelectiveAC, Trainer, TrainingConfig
+from titan_rl.titan.device import choose_device, install
+from titan_rl.titan.models import build_spec
+from titan_rl.titan.sections import (
+    ACTIVATION_CHECKPOINTING,
+    OptimizerSection,
+    optimizer_from_section,
+    section_from_optimizer,
+)
+from titan_rl.trainers.rl import RLTrainer
+from titan_rl.trainers.supervised import SupervisedTrainer
+
+TRAINER_CONFIGS = {"rl": RLTrainer.Config, "supervised": SupervisedTrainer.Config}
+
+_ACTIVATION_CHECKPOINTING = Choice({"none": None, **ACTIVATION_CHECKPOINTING})
+RULES: Rules = {
+    (Trainer.Config, "model_spec"): Hidden("Set [model] instead."),
+    (Trainer.Config, "hf_assets_path"): Hidden("Set model.hf_assets_path instead."),
+    (Trainer.Config, "tokenizer"): Hidden("The tokenizer is read from model.hf_assets_path."),
+    (Trainer.Config, "dataloader"): Hidden("Set [data] instead."),
+    (Trainer.Config, "validator"): Hidden("Set [evaluation] in an RL run instead."),
+    (Trainer.Config, "override"): Hidden("Use TorchTitan's own Python configurations for overrides."),
+    (SupervisedTrainer.Config, "loss"): Hidden("Supervised training minimises the cross entropy."),
+    (Trainer.Config, "activation_checkpoint"): _ACTIVATION_CHECKPOINTING,
+    (Trainer.Config, "optimizer"): As(OptimizerSection, optimizer_from_section, section_from_optimizer),
+    (Profiler.Config, "trace_post_processor"): Hidden("A function cannot be written in TOML."),
+    (TrainingConfig, "steps"): Limits((Ge(1),)),
+    (TrainingConfig, "seq_len"): Limits((Ge(2),)),
+    (TrainingConfig, "local_batch_size"): Limits((Ge(1),)),
+}
+
+
+def default_config(trainer: str) -> Any:
+    """The configuration that a TOML file overlays: TorchTitan's defaults, with ours where RL needs others.
+
+    Args:
+        trainer: ``rl`` or ``supervised``.
+    """
+    config = TRAINER_CONFIGS[trainer]()
+    config.optimizer = optimizer_from_section(OptimizerSection())
+    config.activation_checkpoint = SelectiveAC.Config()
+    config.lr_scheduler.warmup_steps = 0
+    config.lr_scheduler.decay_ratio = 0.0
+    config.training.steps = 100
+    config.training.local_batch_size = 1
+    config.training.disable_cuda_graphs = True  # micro-batches vary in shape
+    config.metrics.enable_tensorboard = True
+    config.metrics.log_freq = 1
+    config.debug.seed = 0
+    config.debug.enable_structured_logging = False
+    config.checkpoint.last_save_model_only = False
+    return config
+
+
+def configure(document: Document, trainer: str) -> Any:
+    """Build a trainer's configuration; ``.build()`` on it makes the trainer.
+
+    Prepares TorchTitan for this process's device first.
+
+    Args:
+        document: Checked, without its root key ``trainer``.
+        trainer: ``rl`` or ``supervised``.
+
+    Raises:
+        ConfigError: values, model or directory do not fit.
+    """
+    install()
+    default = default_config(trainer)
+    if trainer == "rl":
+        default = _with_preset(default, document)
+    if choose_device() == "cpu":
+        # bf16 is about ten times slower than fp32 on a CPU without AVX-512 or AMX.
+        default.training.mixed_precision_param = "float32"
+    config = overlay(default, document.table, rules=RULES, locate=document.locate)
+    return complete(config, directory=Path(document.file).parent)
+
+
+def complete(config: Any, *, directory: Path) -> Any:
+    """Resolve paths and build the model spec.
+
+    Args:
+        config: A trainer's configuration; changed in place.
+        directory: Where the TOML file lies; relative paths that do not exist in the working directory are
+            looked up there.
+    """
+    model = config.model
+    model.hf_assets_path = _locate(model.hf_assets_path, directory)
+    if config.checkpoint.initial_load_path:
+        path = _locate(config.checkpoint.initial_load_path, directory)
+        config.checkpoint = dataclasses.replace(
+            config.checkpoint, initial_load_path=str(Path(path).resolve())
+        )
+    config.hf_assets_path = model.hf_assets_path
+    config.model_spec = build_spec(model, context_parallel=config.parallelism.context_parallel_degree > 1)
+    return config
+
+
+def _locate(path: str, directory: Path) -> str:
+    if not path or Path(path).is_absolute() or Path(path).exists():
+        return path
+    beside = directory / path
+    return str(beside.resolve()) if beside.exists() else path
+
+
+def _with_preset(config: Any, document: Document) -> Any:
+    """Put the advantage and loss of the named algorithm in place of the defaults."""
+    name = document.table.get("algorithm", {}).get("type", config.algorithm.type)
+    preset = resolve(name, ALGORITHMS, "algorithm.type")()
+    return dataclasses.replace(config, advantage=preset.advantage, loss=preset.loss)
