@@ -70,13 +70,6 @@ class Arithmetic:
             for problem in _problems(config, operations)
             if (_unordered(problem) in held_out) == wanted
         ]
-        if not self._problems:
-            raise ConfigError(
-                "data.num_held_out",
-                f"leave at least one problem in the {split} split",
-                config.num_held_out,
-                "Change num_held_out, or widen minimum and maximum.",
-            )
         self.fingerprint = fingerprint_prompts(self[index] for index in range(len(self)))
 
     def __len__(self) -> int:
@@ -127,26 +120,29 @@ def _held_out(config: Arithmetic.Config, operations: list[Operation]) -> set[_Pr
 def _check(config: Arithmetic.Config, operations: list[Operation]) -> None:
     if not operations or len(set(operations)) != len(operations) or not set(operations) <= set(_SYMBOLS):
         raise ConfigError(
-            "data.operation",
+            "data.source.operation",
             'be "add", "subtract", "multiply" or a list of different ones',
             config.operation,
             'Write operation = "add".',
         )
     if config.minimum > config.maximum:
         raise ConfigError(
-            "data.minimum", f"be at most data.maximum, {config.maximum}", config.minimum, "Swap the two."
+            "data.source.minimum",
+            f"be at most data.source.maximum, {config.maximum}",
+            config.minimum,
+            "Swap the two.",
         )
     num_problems = len(operations) * (config.maximum - config.minimum + 1) ** 2
     if num_problems > _MAX_PROMPTS:
         raise ConfigError(
-            "data.maximum",
+            "data.source.maximum",
             f"give at most {_MAX_PROMPTS} problems",
             f"{num_problems} problems",
             "Bring minimum and maximum closer together.",
         )
     if not 0 <= config.num_held_out < num_problems:
         raise ConfigError(
-            "data.num_held_out",
+            "data.source.num_held_out",
             f"be at least 0 and less than the number of problems, {num_problems}",
             config.num_held_out,
             "Set num_held_out lower, or widen minimum and maximum.",
@@ -165,7 +161,7 @@ def _check_template(template: str, *, needs_op: bool) -> None:
     needed = {"a", "b", "op"} if needs_op else {"a", "b"}
     if problem is not None or not needed <= set(fields):
         raise ConfigError(
-            "data.template",
+            "data.source.template",
             "contain {a} and {b}, {op} when there are several operations, and no other braces",
             template,
             'Write template = "{a} {op} {b} =".',

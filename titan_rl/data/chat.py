@@ -150,7 +150,7 @@ class PromptEncoder:
                 f"Prompt {prompt.id}",
                 "have a reference answer",
                 None,
-                "Set answer_column in the data section.",
+                "Set answer_column in [data.source].",
             )
         end = self.eos_token_id
         if end is None:

@@ -27,14 +27,15 @@ DATASETS: dict[str, str] = {
     "huggingface": "titan_rl.data.huggingface:HuggingFace",
     "reasoning_gym": "titan_rl.data.reasoning_gym_tasks:ReasoningGym",
 }
-"""``data.type`` -> the class. Each nests a ``Config`` and is built as ``cls(config, split)``."""
+"""``data.source.type`` -> the class. Each nests a ``Config`` and is built as ``cls(config, split)``."""
 
 
 class PromptDataset(Protocol):
     """A fixed, finite sequence of prompts: the contract of every dataset.
 
     A class that follows it is built as ``cls(config, split)`` with ``split`` one of ``"train"`` and
-    ``"held_out"``; the two never share a prompt.
+    ``"held_out"``; the two never share a prompt. The held-out split has length 0 when the configuration holds
+    nothing out; the train split is never empty.
     """
 
     @property

@@ -54,10 +54,10 @@ class HuggingFace(RowDataset):
             config,
             name=config.path,
             split=split,
-            train=_Rows(config, config.split, key="data.split", columns=reader.columns),
+            train=_Rows(config, config.split, key="data.source.split", columns=reader.columns),
             held_out=None
             if held_out is None
-            else _Rows(config, held_out, key="data.held_out_split", columns=reader.columns),
+            else _Rows(config, held_out, key="data.source.held_out_split", columns=reader.columns),
             held_out_key="held_out_split",
         )
 
@@ -88,7 +88,7 @@ class _Rows:
 
 
 def _load(config: HuggingFace.Config, split: str, key: str) -> Any:
-    datasets = require("datasets", extra="data", needed_by="data.type 'huggingface'")
+    datasets = require("datasets", extra="data", needed_by="data.source.type 'huggingface'")
     directory = Path(os.path.expanduser(config.path))
     saved = (directory / "state.json").exists() or (directory / "dataset_dict.json").exists()
     try:
@@ -101,7 +101,7 @@ def _load(config: HuggingFace.Config, split: str, key: str) -> Any:
     except (OSError, ValueError, RuntimeError, IndexError, datasets.exceptions.DatasetsError) as error:
         problem = f"{config.path} [{split}]: {type(error).__name__}: {error}"
         raise ConfigError(
-            key if "split" in str(error).lower() else "data.path",
+            key if "split" in str(error).lower() else "data.source.path",
             "name a dataset that can be loaded",
             problem,
             "Check name, network and login (hf auth login). Without a network, save_to_disk it elsewhere.",

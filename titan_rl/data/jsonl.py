@@ -48,8 +48,8 @@ class Jsonl(RowDataset):
             config,
             name="jsonl",
             split=split,
-            train=_open(config.path, "data.path"),
-            held_out=None if held_out is None else _open(held_out, "data.held_out_path"),
+            train=_open(config.path, "data.source.path"),
+            held_out=None if held_out is None else _open(held_out, "data.source.held_out_path"),
             held_out_key="held_out_path",
         )
 

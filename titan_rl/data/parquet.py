@@ -44,8 +44,10 @@ class Parquet(RowDataset):
             config,
             name="parquet",
             split=split,
-            train=_open(config.path, "data.path", reader.columns),
-            held_out=None if held_out is None else _open(held_out, "data.held_out_path", reader.columns),
+            train=_open(config.path, "data.source.path", reader.columns),
+            held_out=None
+            if held_out is None
+            else _open(held_out, "data.source.held_out_path", reader.columns),
             held_out_key="held_out_path",
         )
 
@@ -64,8 +66,8 @@ class ParquetRows:
         Raises:
             ConfigError: pyarrow is missing, a column is missing, or the file is empty or damaged.
         """
-        pyarrow = require("pyarrow", extra="data", needed_by="data.type 'parquet'")
-        parquet = require("pyarrow.parquet", extra="data", needed_by="data.type 'parquet'")
+        pyarrow = require("pyarrow", extra="data", needed_by="data.source.type 'parquet'")
+        parquet = require("pyarrow.parquet", extra="data", needed_by="data.source.type 'parquet'")
         self._path, self._label = path, label
         try:
             with parquet.ParquetFile(path) as file:

@@ -1,4 +1,4 @@
-"""From ``data.path`` to files, and several files as one source of rows."""
+"""From ``data.source.path`` to files, and several files as one source of rows."""
 
 from __future__ import annotations
 

@@ -85,10 +85,10 @@ class ReasoningGym:
             self._entries = _distinct(
                 source, range(config.num_held_out, config.num_held_out + config.size), seen
             )
-        if not self._entries:
+        if split == "train" and not self._entries:
             raise ConfigError(
-                f"data.{'size' if split == 'train' else 'num_held_out'}",
-                f"give the {split} split at least one question that no other has",
+                "data.source.size",
+                "give the train split at least one question that is not held out",
                 f"size = {config.size}, num_held_out = {config.num_held_out}",
                 "Change the two, or set params that allow more different questions.",
             )
@@ -116,21 +116,23 @@ class ReasoningGym:
 
 
 def _create(config: ReasoningGym.Config) -> Any:
-    library = require("reasoning_gym", extra="tasks", needed_by="data.type 'reasoning_gym'")
-    known = require("reasoning_gym.factory", extra="tasks", needed_by="data.type 'reasoning_gym'").DATASETS
+    library = require("reasoning_gym", extra="tasks", needed_by="data.source.type 'reasoning_gym'")
+    known = require(
+        "reasoning_gym.factory", extra="tasks", needed_by="data.source.type 'reasoning_gym'"
+    ).DATASETS
     if config.task not in known:
         remedy = suggest(config.task, known, otherwise="The tasks are listed in reasoning-gym's GALLERY.md.")
-        raise ConfigError("data.task", "be a task of reasoning-gym", config.task, remedy)
+        raise ConfigError("data.source.task", "be a task of reasoning-gym", config.task, remedy)
     if config.task in _UNSEEDED:
         raise ConfigError(
-            "data.task",
+            "data.source.task",
             "be repeatable",
             f"{config.task}, which draws some questions without the seed",
             "Use another task, or write its questions to a file once.",
         )
     if config.task in _HASH_DEPENDENT and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
         raise ConfigError(
-            "data.task",
+            "data.source.task",
             "give every process the same questions",
             f"{config.task}, whose questions depend on Python's hash seed",
             "Start the run with PYTHONHASHSEED=0 in the environment.",
@@ -142,7 +144,7 @@ def _create(config: ReasoningGym.Config) -> Any:
         )
     except (TypeError, ValueError, AssertionError, KeyError) as error:
         raise ConfigError(
-            "data.params",
+            "data.source.params",
             f"suit the task {config.task} ({type(error).__name__}: {error})",
             repr(config.params),
             "See the task's configuration in reasoning-gym.",

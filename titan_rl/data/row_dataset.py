@@ -42,14 +42,16 @@ class RowDataset:
             held_out_key: The key that gives them, for errors.
 
         Raises:
-            ConfigError: A row is wrong, an id stands twice, the splits overlap, or this split is empty or not
-                configured.
+            ConfigError: A row is wrong, an id stands twice, the splits overlap, or this split came out empty.
         """
-        _check_split(config, split, has_rows=held_out is not None, held_out_key=held_out_key)
+        _check_split(config, has_rows=held_out is not None, held_out_key=held_out_key)
         self.name = name
         self._reader = reader
         self._source = held_out if split == "held_out" and held_out is not None else train
         self._indices = array("Q")
+        if split == "held_out" and held_out is None and config.held_out_fraction is None:
+            self.fingerprint = hashlib.sha256().hexdigest()
+            return
         first: dict[bytes, int] = {}
         names: dict[str, int] = {}
         digest = hashlib.sha256()
@@ -68,7 +70,7 @@ class RowDataset:
             self._indices.append(index)
         if not self._indices:
             raise ConfigError(
-                "data.held_out_fraction",
+                "data.source.held_out_fraction",
                 f"leave at least one prompt in the {split} split",
                 f"0 of {len(self._source)} with held_out_fraction = {config.held_out_fraction}",
                 "Change held_out_fraction or split_seed, or add prompts.",
@@ -109,30 +111,23 @@ class RowDataset:
         held, train = (here, there) if split == "held_out" else (there, here)
         text = self._reader.prompt(self._source, mine).messages[-1].content
         raise ConfigError(
-            f"data.{held_out_key}",
+            f"data.source.{held_out_key}",
             "share no prompt with the train split",
             f"{len(shared)} shared prompts, the first at {held} and {train}: {shorten(text)!r}",
             "Remove them from one of the two.",
         )
 
 
-def _check_split(config: RowConfig, split: Split, *, has_rows: bool, held_out_key: str) -> None:
+def _check_split(config: RowConfig, *, has_rows: bool, held_out_key: str) -> None:
     if has_rows and config.held_out_fraction is not None:
         raise ConfigError(
-            "data.held_out_fraction",
-            f"be absent when data.{held_out_key} is set",
+            "data.source.held_out_fraction",
+            f"be absent when data.source.{held_out_key} is set",
             config.held_out_fraction,
             "Delete one of the two.",
         )
     fraction = config.held_out_fraction
     if fraction is not None and not 0 < fraction < 1:
         raise ConfigError(
-            "data.held_out_fraction", "be between 0 and 1", fraction, "Set held_out_fraction = 0.1."
-        )
-    if split == "held_out" and not has_rows and fraction is None:
-        raise ConfigError(
-            "data",
-            "say which prompts are held out",
-            f"neither held_out_fraction nor {held_out_key}",
-            f"Set held_out_fraction = 0.1, or {held_out_key}.",
+            "data.source.held_out_fraction", "be between 0 and 1", fraction, "Set held_out_fraction = 0.1."
         )

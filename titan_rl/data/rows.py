@@ -44,7 +44,8 @@ class RowConfig:
     """Further columns for rewards. They must hold JSON values."""
 
     held_out_fraction: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Share of the distinct prompts that the held-out split gets, by a hash of their content."""
+    """Share of the distinct prompts that the held-out split gets, by a hash of their content. Without it, and
+    without held-out rows given separately, nothing is held out."""
 
     split_seed: int = 0
     """Another value holds out other prompts. Independent of the run's seed."""
@@ -84,7 +85,7 @@ class RowReader:
         if (config.prompt_column is None) == (config.messages_column is None):
             got = [config.prompt_column, config.messages_column]
             raise ConfigError(
-                "data",
+                "data.source",
                 "set exactly one of prompt_column and messages_column",
                 "neither" if got == [None, None] else "both of them",
                 'Write for example prompt_column = "question".',
@@ -139,7 +140,7 @@ class RowReader:
         if match is None or match.group(1) is None:
             raise ConfigError(
                 f"{where}: {column}",
-                f"match data.answer_pattern {self._pattern.pattern!r}",
+                f"match data.source.answer_pattern {self._pattern.pattern!r}",
                 shorten(text),
                 "Correct the row or the pattern.",
             )
@@ -151,7 +152,7 @@ def check_columns(wanted: list[str], available: Any, where: str) -> None:
     for column in wanted:
         if column not in available:
             names = [str(name) for name in available]
-            remedy = suggest(column, names, otherwise="Name an existing column in the data section.")
+            remedy = suggest(column, names, otherwise="Name an existing column in [data.source].")
             raise ConfigError(f"{where}: {column}", "be present", f"columns {', '.join(names)}", remedy)
 
 
@@ -163,7 +164,7 @@ def shorten(value: object) -> str:
 
 def _wrong(where: str, column: str, constraint: str, value: object) -> ConfigError:
     got = f"{type(value).__name__} {shorten(repr(value))}"
-    remedy = "Correct the row, or name another column in the data section."
+    remedy = "Correct the row, or name another column in [data.source]."
     return ConfigError(f"{where}: {column}", constraint, got, remedy)
 
 
@@ -172,8 +173,8 @@ def _compile(config: RowConfig) -> re.Pattern[str] | None:
         return None
     if config.answer_column is None:
         raise ConfigError(
-            "data.answer_pattern",
-            "stand next to data.answer_column",
+            "data.source.answer_pattern",
+            "stand next to data.source.answer_column",
             config.answer_pattern,
             "Set answer_column, or delete answer_pattern.",
         )
@@ -182,11 +183,11 @@ def _compile(config: RowConfig) -> re.Pattern[str] | None:
     except re.error as error:
         problem = f"{config.answer_pattern} ({error})"
         raise ConfigError(
-            "data.answer_pattern", "be a regular expression", problem, "Correct the pattern."
+            "data.source.answer_pattern", "be a regular expression", problem, "Correct the pattern."
         ) from error
     if pattern.groups < 1:
         raise ConfigError(
-            "data.answer_pattern",
+            "data.source.answer_pattern",
             "have a group, in parentheses, for the answer",
             config.answer_pattern,
             r"Write for example '####\s*(.+)'.",

@@ -99,17 +99,20 @@ def test_equal_configurations_have_equal_fingerprints_and_splits_have_different_
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"operation": []}, "data.operation must be"),
-        ({"operation": ["add", "add"]}, "data.operation must be"),
-        ({"operation": "divide"}, "data.operation must be"),
-        ({"minimum": 50}, "data.minimum must be at most data.maximum, 49; got 50"),
-        ({"maximum": 10_000}, "data.maximum must give at most 4000000 problems"),
-        ({"num_held_out": 2304}, "data.num_held_out must be at least 0 and less than .* 2304; got 2304"),
-        ({"template": "{a} plus"}, "data.template must contain"),
-        ({"template": "{a} + {c} = {b}"}, "data.template must contain"),
-        ({"template": "{a + {b} ="}, "data.template must contain"),
-        ({"template": "{a.x} + {b} ="}, "data.template must contain"),
-        ({"template": "{} {a} {b}"}, "data.template must contain"),
+        ({"operation": []}, "data.source.operation must be"),
+        ({"operation": ["add", "add"]}, "data.source.operation must be"),
+        ({"operation": "divide"}, "data.source.operation must be"),
+        ({"minimum": 50}, "data.source.minimum must be at most data.source.maximum, 49; got 50"),
+        ({"maximum": 10_000}, "data.source.maximum must give at most 4000000 problems"),
+        (
+            {"num_held_out": 2304},
+            "data.source.num_held_out must be at least 0 and less than .* 2304; got 2304",
+        ),
+        ({"template": "{a} plus"}, "data.source.template must contain"),
+        ({"template": "{a} + {c} = {b}"}, "data.source.template must contain"),
+        ({"template": "{a + {b} ="}, "data.source.template must contain"),
+        ({"template": "{a.x} + {b} ="}, "data.source.template must contain"),
+        ({"template": "{} {a} {b}"}, "data.source.template must contain"),
         ({"operation": ["add", "multiply"], "template": "{a} + {b} ="}, "{op} when there are several"),
     ],
 )
@@ -118,6 +121,6 @@ def test_a_configuration_without_sense_is_refused(changes, message):
         Arithmetic(Arithmetic.Config(**changes), "train")
 
 
-def test_the_held_out_split_is_refused_when_nothing_is_held_out():
-    with pytest.raises(ConfigError, match=r"data\.num_held_out must leave at least one problem"):
-        Arithmetic(Arithmetic.Config(num_held_out=0), "held_out")
+def test_the_held_out_split_is_empty_when_nothing_is_held_out():
+    assert len(Arithmetic(Arithmetic.Config(num_held_out=0), "held_out")) == 0
+    assert len(Arithmetic(Arithmetic.Config(num_held_out=0), "train")) == 48 * 48

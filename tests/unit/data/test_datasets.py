@@ -39,7 +39,7 @@ class Words:
 
 def test_every_registered_name_leads_to_a_class_with_a_config():
     for name in DATASETS:
-        assert resolve(name, DATASETS, "data.type").Config.__name__ == "Config", name
+        assert resolve(name, DATASETS, "data.source.type").Config.__name__ == "Config", name
 
 
 def test_datasets_and_cursor_import_no_torch():
@@ -113,4 +113,4 @@ def test_a_filter_that_keeps_nothing_is_an_error():
 def test_a_missing_optional_package_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"pip install 'titan_rl\[data\]'"):
-        require("pyarrow", extra="data", needed_by="data.type 'parquet'")
+        require("pyarrow", extra="data", needed_by="data.source.type 'parquet'")

@@ -68,11 +68,11 @@ def test_messages_arrive_as_messages(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"split": "trian"}, "data.split must be one of ['leak', 'test', 'train']; got 'trian'"),
-        ({"held_out_split": "dev"}, "data.held_out_split must be one of"),
+        ({"split": "trian"}, "data.source.split must be one of ['leak', 'test', 'train']; got 'trian'"),
+        ({"held_out_split": "dev"}, "data.source.held_out_split must be one of"),
         (
             {"held_out_split": "leak"},
-            "data.held_out_split must share no prompt with the train split; got 1 shared",
+            "data.source.held_out_split must share no prompt with the train split; got 1 shared",
         ),
         ({"prompt_column": "qq"}, "[train]: qq must be present; got columns q, a."),
         ({"prompt_column": "a"}, "[train]: row 0: a must be text; got int 1."),
@@ -86,18 +86,18 @@ def test_what_is_wrong_with_a_dataset_is_said_with_its_place(saved, config, mess
 def test_an_empty_split_is_refused(tmp_path):
     path = tmp_path / "none"
     datasets.Dataset.from_dict({"q": []}).save_to_disk(str(path))
-    with pytest.raises(ConfigError, match=r"data\.path must name a dataset that can be loaded"):
+    with pytest.raises(ConfigError, match=r"data\.source\.path must name a dataset that can be loaded"):
         load(path)
 
 
 def test_a_directory_without_data_is_refused(tmp_path):
     path = tmp_path / "bare"
     path.mkdir()
-    with pytest.raises(ConfigError, match=r"data\.path must name a dataset that can be loaded"):
+    with pytest.raises(ConfigError, match=r"data\.source\.path must name a dataset that can be loaded"):
         load(path)
 
 
 def test_without_the_library_the_error_names_the_extra(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"data\.type 'huggingface' must have .*titan_rl\[data\]"):
+    with pytest.raises(ConfigError, match=r"data\.source\.type 'huggingface' must have .*titan_rl\[data\]"):
         load(saved)

@@ -94,12 +94,12 @@ def test_a_bad_file_is_refused_with_file_and_line(tmp_path, content, message):
 
 
 def test_a_missing_file_and_a_directory_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.path must name an existing file"):
+    with pytest.raises(ConfigError, match=r"data\.source\.path must name an existing file"):
         load(tmp_path / "none.jsonl")
-    with pytest.raises(ConfigError, match=r"data\.path must name files; got the directory"):
+    with pytest.raises(ConfigError, match=r"data\.source\.path must name files; got the directory"):
         load(tmp_path)
     train = write(tmp_path / "train.jsonl", [{"q": "a"}])
-    with pytest.raises(ConfigError, match=r"data\.held_out_path must name an existing file"):
+    with pytest.raises(ConfigError, match=r"data\.source\.held_out_path must name an existing file"):
         load(train, held_out_path=str(tmp_path / "none.jsonl"))
 
 

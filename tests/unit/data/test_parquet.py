@@ -95,5 +95,5 @@ def test_a_damaged_page_is_refused(tmp_path):
 def test_without_pyarrow_the_error_names_the_extra(tmp_path, monkeypatch):
     path = write(tmp_path / "d.parquet", {"q": ["a"]})
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"data\.type 'parquet' must have .*titan_rl\[data\]"):
+    with pytest.raises(ConfigError, match=r"data\.source\.type 'parquet' must have .*titan_rl\[data\]"):
         load(path)

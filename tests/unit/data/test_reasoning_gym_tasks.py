@@ -9,6 +9,9 @@ import reasoning_gym
 from titan_rl.data.reasoning_gym_tasks import ReasoningGym
 from titan_rl.errors import ConfigError
 
+FEW = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+"""Sums and differences of two digits: fewer different questions than the tests ask for."""
+
 
 def load(split="train", **config):
     return ReasoningGym(
@@ -35,14 +38,16 @@ def test_the_metadata_is_enough_to_score_with_the_tasks_own_scorer():
 
 
 def test_questions_are_distinct_and_never_in_both_splits_even_when_few_exist():
-    # Sums of two numbers of one digit: far fewer different questions than are asked for.
-    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     train, held_out = (
-        questions(load(split, size=300, num_held_out=30, params=params)) for split in ("train", "held_out")
+        questions(load(split, size=300, num_held_out=30, params=FEW)) for split in ("train", "held_out")
     )
     assert len(set(train)) == len(train) < 300
     assert len(set(held_out)) == len(held_out) <= 30
     assert not set(train) & set(held_out)
+
+
+def test_the_held_out_split_is_empty_when_nothing_is_held_out():
+    assert len(load("held_out", num_held_out=0)) == 0
 
 
 def test_a_larger_size_leaves_the_held_out_split_as_it_is():
@@ -60,18 +65,21 @@ def test_another_seed_asks_other_questions():
     [
         (
             {"task": "chain_sums"},
-            r"data\.task must be a task of reasoning-gym; got 'chain_sums'. Did you mean",
+            r"data\.source\.task must be a task of reasoning-gym; got 'chain_sums'. Did you mean",
         ),
-        ({"task": "codeio"}, r"data\.task must be repeatable; got codeio"),
-        ({"params": {"terms": 3}}, r"data\.params must suit the task chain_sum \(TypeError"),
-        ({"params": {"min_terms": -3}}, r"data\.params must suit the task chain_sum \(AssertionError"),
-        ({"params": {"min_terms": {1}}}, r"data\.params must suit the task chain_sum \(TypeError"),
-        ({"num_held_out": 0}, r"data\.num_held_out must give the held_out split at least one question"),
+        ({"task": "codeio"}, r"data\.source\.task must be repeatable; got codeio"),
+        ({"params": {"terms": 3}}, r"data\.source\.params must suit the task chain_sum \(TypeError"),
+        (
+            {"params": {"min_terms": -3}},
+            r"data\.source\.params must suit the task chain_sum \(AssertionError",
+        ),
+        ({"params": {"min_terms": {1}}}, r"data\.source\.params must suit the task chain_sum \(TypeError"),
+        ({"size": 3, "num_held_out": 300, "params": FEW}, r"data\.source\.size must give the train split at"),
     ],
 )
 def test_a_configuration_without_sense_is_refused(config, message):
     with pytest.raises(ConfigError, match=message):
-        load("held_out", **config)
+        load(**config)
 
 
 def test_a_task_whose_questions_differ_between_processes_needs_a_fixed_hash_seed(monkeypatch):
@@ -84,5 +92,7 @@ def test_a_task_whose_questions_differ_between_processes_needs_a_fixed_hash_seed
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ConfigError, match=r"data\.type 'reasoning_gym' must have .*titan_rl\[tasks\]"):
+    with pytest.raises(
+        ConfigError, match=r"data\.source\.type 'reasoning_gym' must have .*titan_rl\[tasks\]"
+    ):
         load()

@@ -102,7 +102,7 @@ def test_ids_come_from_the_id_column():
         ({"q": "x", "a": float("nan")}, {"prompt_column": "q", "answer_column": "a"}, "a must be finite"),
         ({"q": "x", "a": "no marks"},
          {"prompt_column": "q", "answer_column": "a", "answer_pattern": "## (.)"},
-         "memory:0: a must match data.answer_pattern '## (.)'; got no marks."),
+         "memory:0: a must match data.source.answer_pattern '## (.)'; got no marks."),
         ({"q": "x", "i": 1.5}, {"prompt_column": "q", "id_column": "i"}, "memory:0: i must be text (not"),
         ({"q": "x", "i": ""}, {"prompt_column": "q", "id_column": "i"}, "memory:0: i must be text (not"),
         ({"q": "x", "m": b"\0"}, {"prompt_column": "q", "metadata_columns": ["m"]}, "m must be a JSON value"),
@@ -115,9 +115,9 @@ def test_ids_come_from_the_id_column():
         ({"m": [{"role": None, "content": "x"}]}, {"messages_column": "m"}, "m[0].role must be text; got"),
         ({"m": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
          {"messages_column": "m"}, "memory:0: m must end before the reply"),
-        ({}, {}, "data must set exactly one of prompt_column and messages_column; got 'neither'"),
+        ({}, {}, "data.source must set exactly one of prompt_column and messages_column; got 'neither'"),
         ({}, {"prompt_column": "q", "messages_column": "m"}, "exactly one of prompt_column"),
-        ({}, {"prompt_column": "q", "answer_pattern": "(.)"}, "must stand next to data.answer_column"),
+        ({}, {"prompt_column": "q", "answer_pattern": "(.)"}, "must stand next to data.source.answer_column"),
         ({}, {"prompt_column": "q", "answer_column": "a", "answer_pattern": "(."}, "be a regular expression"),
         ({}, {"prompt_column": "q", "answer_column": "a", "answer_pattern": "##"}, "have a group"),
     ],
@@ -162,12 +162,17 @@ def test_separate_held_out_rows_are_the_held_out_split():
     assert questions(dataset(rows, "held_out", held_out=others)) == ["c"]
 
 
+def test_the_held_out_split_is_empty_when_nothing_is_held_out():
+    assert len(dataset([{"q": "a"}], "held_out")) == 0
+    assert questions(dataset([{"q": "a"}], "train")) == ["a"]
+
+
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_overlap_of_separate_rows_says_how_many_and_which_is_the_first(split):
     rows = [{"q": "a"}, {"q": "b"}, {"q": "c"}, {"q": "b"}]
     others = [{"q": "x"}, {"q": " c"}, {"q": "b"}, {"q": "c"}]
     message = (
-        "data.held_out_path must share no prompt with the train split; got 2 shared prompts, "
+        "data.source.held_out_path must share no prompt with the train split; got 2 shared prompts, "
         "the first at other:1 and memory:2: "
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -184,13 +189,12 @@ def test_a_wrong_row_is_found_in_whichever_split_it_falls():
 @pytest.mark.parametrize(
     ("split", "config", "message"),
     [
-        ("held_out", {}, "data must say which prompts are held out; got neither held_out_fraction nor"),
         (
             "train",
             {"held_out": [{"q": "z"}], "held_out_fraction": 0.1},
-            "must be absent when data.held_out_path",
+            "must be absent when data.source.held_out_path",
         ),
-        ("train", {"held_out_fraction": 1.0}, "data.held_out_fraction must be between 0 and 1"),
+        ("train", {"held_out_fraction": 1.0}, "data.source.held_out_fraction must be between 0 and 1"),
         (
             "held_out",
             {"held_out_fraction": 1e-9},
