@@ -66,11 +66,28 @@ Kind = Leaf | Section | Pick | Array | As | Hidden
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a dataclass: its name, what it is in TOML, and its default (MISSING when required)."""
+    """One field of a dataclass.
+
+    Attributes:
+        name: Its name, which is its key.
+        kind: What it is in TOML.
+        field: The field itself, for its default.
+    """
 
     name: str
     kind: Kind
-    default: Any
+    field: dataclasses.Field[Any]
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it has no default."""
+        return self.field.default is MISSING and self.field.default_factory is MISSING
+
+    @property
+    def default(self) -> Any:
+        """A fresh default, or MISSING when the field is required."""
+        factory = self.field.default_factory
+        return self.field.default if factory is MISSING else factory()
 
 
 def walk(config_type: type, rules: Rules) -> dict[str, Field]:
@@ -86,8 +103,7 @@ def walk(config_type: type, rules: Rules) -> dict[str, Field]:
     found: dict[str, Field] = {}
     for field in dataclasses.fields(config_type):
         if field.init and not field.name.startswith("_"):
-            default = field.default if field.default_factory is MISSING else field.default_factory()
-            found[field.name] = Field(field.name, _kind(config_type, field.name, rules), default)
+            found[field.name] = Field(field.name, _kind(config_type, field.name, rules), field)
     return found
 
 

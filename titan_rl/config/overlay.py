@@ -8,7 +8,7 @@ imported.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from titan_rl.config.choice import Choice
@@ -21,6 +21,9 @@ from titan_rl.config.writer import inline
 from titan_rl.errors import ConfigError
 
 T = TypeVar("T")
+
+MAX_SHOWN = 6
+"""Values shown of a section that its dataclass refused as a whole."""
 
 _FAILED = object()
 _TABLE: Schema = {"type": "object"}
@@ -103,7 +106,7 @@ class _Overlay:
             else:
                 changes[name] = self.field(fields[name], instance, value, (*path, name))
         if instance is None:
-            required = [field for field in fields.values() if field.default is MISSING]
+            required = [field for field in fields.values() if field.is_required]
             absent = [field.name for field in required if field.name not in changes]
             self.errors += [missing_key((*path, name), locate=self.locate) for name in absent]
         if len(self.errors) > errors_before:
@@ -158,7 +161,10 @@ class _Overlay:
         return self.section(config_type, instance, table, path, type_name)
 
     def array(self, kind: Array, value: Any, path: KeyPath) -> Any:
-        if not self._fits(value, {**kind.lengths, "items": _TABLE}, path):
+        # The elements are checked one by one below, each with its own key.
+        schema = {**kind.lengths, "items": _TABLE}
+        elements = [{} for _ in value] if isinstance(value, list) else value
+        if not self._fits(elements, schema, path):
             return _FAILED
         made = [self.part(kind.item, None, element, (*path, i)) for i, element in enumerate(value)]
         return kind.container(made)
@@ -195,13 +201,23 @@ class _Overlay:
             else:
                 where = show_where(path, self.locate).removesuffix(show_path(path)) + error.where
             return ConfigError(where, error.constraint, error.got, error.remedy)
-        given = {key: value for key, value in table.items() if not isinstance(value, dict)}
-        got = inline(given) if given else "its defaults"
         message = str(error).strip().rstrip(".") or type(error).__name__
-        where = show_where(path, self.locate)
+        given = dict(_flatten(table, ()))
+        named = {key: value for key, value in given.items() if str(key[-1]) in message}
+        shown = list((named or given).items())[:MAX_SHOWN]
+        got = ", ".join(f"{show_path(key)} = {inline(value)}" for key, value in shown) or "its defaults"
+        where = show_where((*path, *next(iter(named))) if len(named) == 1 else path, self.locate)
         return ConfigError(where, f"be accepted by {config_type.__qualname__}", got, f"{message}.")
 
     def _fits(self, value: Any, schema: Schema, path: KeyPath) -> bool:
         errors = find_errors(value, schema, path=path, locate=self.locate)
         self.errors += errors
         return not errors
+
+
+def _flatten(table: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, (*path, key))
+        else:
+            yield (*path, key), value

@@ -80,7 +80,7 @@ def _section(config_type: type, instance: Any, rules: Rules, *, type_schema: Sch
     for name, field in fields.items():
         described = {"description": docs[name]} if name in docs else {}
         properties[name] = {**described, **_field(field, instance, rules)}
-    required = [name for name, field in fields.items() if instance is None and field.default is MISSING]
+    required = [name for name, field in fields.items() if instance is None and field.is_required]
     return {
         **({"description": doc} if (doc := describe_type(config_type)) else {}),
         "type": "object",

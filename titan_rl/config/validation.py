@@ -186,9 +186,10 @@ def _leaves(error: _Error) -> Iterator[_Error]:
 
 def _is_other_kind(error: _Error) -> bool:
     """Whether a branch fails because the value is of another kind, so that another branch was meant."""
-    if error.validator == "oneOf":
-        return not isinstance(error.instance, Mapping)
-    return not error.path and error.validator in ("type", "const", "enum", ONLY_IN_FILES)
+    if error.path:
+        return False
+    is_no_table = error.validator == "oneOf" and not isinstance(error.instance, Mapping)
+    return is_no_table or error.validator in ("type", "const", "enum", ONLY_IN_FILES)
 
 
 def _is_branch(schema: Schema, instance: Any) -> bool:

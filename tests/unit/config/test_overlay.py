@@ -123,7 +123,7 @@ def test_a_field_is_shown_as_another_dataclass():
         "optimizer.param_groups must be a key of [optimizer]; got []. The keys are lr, betas."
     )
     assert message({"optimizer": {"betas": [0.9, 0.5]}}, by_schema=False) == (
-        "optimizer must be accepted by Adam; got {betas = [0.9, 0.5]}. betas must rise."
+        "optimizer.betas must be accepted by Adam; got betas = [0.9, 0.5]. betas must rise."
     )
 
 
@@ -311,8 +311,20 @@ def test_what_a_dataclass_refuses_itself_is_reported_with_file_line_and_values(t
     with pytest.raises(ConfigError) as caught:
         overlay(fakes.Root(), document.table, rules=fakes.RULES, locate=document.locate)
     assert str(caught.value) == (
-        f"{path}:3: compile must be accepted by CompileConfig; got {{enable_async_tensor_parallel = true}}. "
+        f"{path}:3: compile must be accepted by CompileConfig; got enable_async_tensor_parallel = true. "
         "Async TP requires --compile.enable."
+    )
+
+
+def test_a_refusal_that_names_a_key_is_located_at_that_key(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text("[training]\nsteps = 3\n[compile]\nenable = true\n[checkpoint]\ninterval = 0\n")
+    document = load_document(path)
+    with pytest.raises(ConfigError) as caught:
+        overlay(Strict(), document.table, rules=fakes.RULES, locate=document.locate)
+    assert str(caught.value) == (
+        f"{path}:6: checkpoint.interval must be accepted by Strict; got checkpoint.interval = 0. "
+        "checkpoint.interval must be greater than 0."
     )
 
 
@@ -342,6 +354,28 @@ def test_the_eleventh_error_is_counted_and_not_shown():
 
 
 @dataclass(kw_only=True, slots=True)
+class Strict(fakes.Root):
+    """As TorchTitan's Trainer.Config: refuses values of its sections."""
+
+    def __post_init__(self) -> None:
+        if self.checkpoint.interval <= 0:
+            raise ValueError("checkpoint.interval must be greater than 0.")
+
+
+@dataclass(kw_only=True, slots=True)
+class Never:
+    options: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        raise ValueError("NO")
+
+
+@dataclass(kw_only=True, slots=True)
+class HoldsNever:
+    never: Never | None = None
+
+
+@dataclass(kw_only=True, slots=True)
 class Refusing:
     low: int = 0
     high: int = 1
@@ -363,7 +397,7 @@ class Refusing:
     [
         (5, "a.low must be at most high; got 5. Lower it."),
         (-1, "sampling.top_p must be 1; got 0.5. Remove it."),
-        (-2, "a must be accepted by Refusing; got {low = -2}. AssertionError."),
+        (-2, "a must be accepted by Refusing; got low = -2. AssertionError."),
         (-3, "a.inner.path must exist; got 'x'. Make it."),
     ],
 )
@@ -371,6 +405,18 @@ def test_a_config_error_of_a_dataclass_gets_its_place(low: int, expected: str):
     with pytest.raises(ConfigError) as caught:
         overlay(Refusing(), {"low": low}, where="a", locate=lambda path: ("run.toml", 7))
     assert str(caught.value) == f"run.toml:7: {expected}"
+
+
+def test_a_refusal_without_a_named_key_shows_at_most_six_values():
+    with pytest.raises(ConfigError) as caught:
+        overlay(HoldsNever(), {"never": {"options": dict.fromkeys("bcdefgh", 1)}})
+    assert str(caught.value) == (
+        "never must be accepted by Never; got options.b = 1, options.c = 1, options.d = 1, options.e = 1, "
+        "options.f = 1, options.g = 1. NO."
+    )
+    with pytest.raises(ConfigError) as caught:
+        overlay(HoldsNever(), {"never": {}})
+    assert str(caught.value) == "never must be accepted by Never; got its defaults. NO."
 
 
 def test_a_rule_of_a_base_holds_for_its_subclass():
