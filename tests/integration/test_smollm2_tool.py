@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from titan_rl.errors import ConfigError
 from titan_rl.tools import smollm2
@@ -51,10 +52,13 @@ def tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 @pytest.mark.slow
 def test_the_logits_are_those_of_the_gguf_loader_of_transformers(directory: Path) -> None:
     ours = AutoModelForCausalLM.from_pretrained(directory)
-    packaged = smollm2.packaged_gguf()
-    theirs = AutoModelForCausalLM.from_pretrained(
-        packaged.parent, gguf_file=packaged.name, dtype=torch.float32
+    theirs = AutoModelForCausalLM.from_config(ours.config, dtype=torch.float32)
+    # What from_pretrained(gguf_file=...) loads with; that call itself asks for one more package, accelerate.
+    loaded = load_gguf_checkpoint(str(smollm2.packaged_gguf()), return_tensors=True, model_to_load=theirs)
+    theirs.load_state_dict(
+        loaded["tensors"] | {"lm_head.weight": loaded["tensors"]["model.embed_tokens.weight"]}
     )
+    theirs.eval()
     tokens = torch.tensor([[1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198]])
     with torch.no_grad():
         ours_logits, their_logits = ours(tokens).logits, theirs(tokens).logits
