@@ -57,13 +57,14 @@ def find_errors(value: Any, schema: Schema, *, path: KeyPath, locate: Locate | N
     Returns:
         The errors in the order of their lines and keys, none when the value fits.
     """
-    found: list[tuple[tuple[Any, ...], ConfigError]] = []
+    found: dict[tuple[Any, ...], ConfigError] = {}
     for error in _Validator(schema).iter_errors(value):
         for leaf in _leaves(error):
             for key_path, config_error in _describe(leaf, path, locate):
                 line = locate(key_path)[1] if locate is not None else None
-                found.append(((line or 0, [str(part) for part in key_path], str(config_error)), config_error))
-    return [config_error for _, config_error in sorted(found, key=lambda pair: pair[0])]
+                # A value can break several bounds at once; that is one mistake with one text.
+                found[line or 0, tuple(str(part) for part in key_path), str(config_error)] = config_error
+    return [found[key] for key in sorted(found)]
 
 
 def unknown_key(
