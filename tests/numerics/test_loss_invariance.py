@@ -179,7 +179,7 @@ def test_planted_fault_a_target_in_the_next_document_is_noticed():
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
 def test_trained_tokens_of_packed_and_padded_rows_give_one_gradient_of_the_output_weight(chunk_tokens):
-    """From hidden states to the gradient of the head, through the loss, with the log-probabilities chunked."""
+    """From hidden states to the gradient of the head, through chunked log-probabilities and the loss."""
     generator = torch.Generator().manual_seed(5)
     states = torch.randn(len(LENGTHS), LONGEST, 6, generator=generator)
     head = torch.randn(50, 6, generator=generator)

@@ -1,8 +1,8 @@
 """GRPO's parts against what the released functions of other frameworks give on one published fixture.
 
 ``data/fixture_a.json`` holds the fixture (4 completions in 2 groups of 2, 6 tokens, 11 words) and the values
-of verl 0.9.1, TRL 1.16.0, OpenRLHF 0.11.2 and slime, computed on CPU in fp32 and rounded to six decimals. Rows
-are compared only where the peer's definition is ours; each says which one that is.
+of verl 0.9.1, TRL 1.16.0, OpenRLHF 0.11.2 and slime, computed on CPU in fp32 and rounded to six decimals.
+Rows are compared only where the peer's definition is ours; each says which one that is.
 """
 
 import json

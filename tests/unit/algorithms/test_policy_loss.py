@@ -1,7 +1,7 @@
 """The composed loss against a loop in plain Python, its metrics, its masks, and its contradictions."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -130,11 +130,12 @@ def test_maxima_and_advantage_metrics_are_those_of_the_trained_tokens():
     assert not any(value.requires_grad for value in metrics.values())
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_a_masked_token_gets_exactly_zero_gradient_whatever_stands_there(poison):
+def test_a_masked_token_gets_exactly_zero_gradient_whatever_stands_there(poison, estimator):
     inputs = make_inputs()
     masked = ~inputs.loss_mask
-    clean = make_loss()(inputs)
+    clean = make_loss(estimator=estimator)(inputs)
     (expected,) = torch.autograd.grad(clean.loss, inputs.policy_logprobs)
 
     def poisoned(values):
@@ -149,7 +150,7 @@ def test_a_masked_token_gets_exactly_zero_gradient_whatever_stands_there(poison)
         advantages=poisoned(inputs.advantages),
         entropy=poisoned(inputs.entropy),
     )
-    dirty = make_loss()(dirty_inputs)
+    dirty = make_loss(estimator=estimator)(dirty_inputs)
     (gradient,) = torch.autograd.grad(dirty.loss, dirty_inputs.policy_logprobs)
     assert dirty.loss.item() == clean.loss.item()
     assert torch.equal(gradient, expected)
@@ -203,6 +204,38 @@ def test_a_micro_batch_without_trained_tokens_gives_zeros_and_the_same_metric_na
     assert (inputs.policy_logprobs.grad == 0).all()
     assert output.metrics.keys() == make_loss()(inputs).metrics.keys()
     assert all(value.item() == 0.0 for value in output.metrics.values())
+
+
+class HalveAndReject:
+    """A user's correction: halves every token and rejects the first column."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        factor: float = 0.5
+
+    def __init__(self, config):
+        self.factor = config.factor
+
+    def __call__(self, inputs):
+        weights = torch.full_like(inputs.advantages, self.factor)
+        weights[:, 0] = 0.0
+        return weights
+
+
+def test_a_correction_weighs_the_surrogate_alone_and_leaves_the_count():
+    inputs = replace(make_inputs(), old_logprobs=None)
+    plain = make_loss()(inputs)
+    corrected = PolicyLoss.Config(
+        surrogate=Clipped.Config(clip_high=0.28),
+        correction=HalveAndReject.Config(),
+        kl=KLPenalty.Config(coefficient=0.05),
+    ).build()(inputs)
+    mask, advantages = inputs.loss_mask[:, 1:], inputs.advantages[:, 1:]
+    expected = -0.5 * advantages[mask].sum().item() / 20
+    assert corrected.metrics["policy_loss/mean"].item() == pytest.approx(expected, abs=TOLERANCE)
+    penalties = [(x.loss.detach() - x.metrics["policy_loss/mean"]).item() for x in (plain, corrected)]
+    assert penalties[0] == pytest.approx(penalties[1], abs=TOLERANCE)
+    assert penalties[0] > 1e-4
 
 
 def test_k2_penalises_with_the_squared_log_ratio():

@@ -144,7 +144,7 @@ def test_a_sample_longer_than_the_budget_is_an_error_that_says_what_to_do():
 
 
 def test_a_budget_that_the_layout_does_not_divide_is_an_error():
-    with pytest.raises(ConfigError, match="be a positive multiple of 4.*got 10. Round it up to 12"):
+    with pytest.raises(ConfigError, match=r"be a positive multiple of 4.*got 10\. Round it up to 12"):
         pack([], [], token_budget=10, rows_per_micro_batch=1, length_multiple=4)
 
 
