@@ -1,18 +1,25 @@
 """The local generator against ``transformers`` in fp32 on a CPU; log-probabilities agree within TOLERANCE."""
 
+import copy
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
+from torchtitan.models.gpt_oss import model_registry as gpt_oss_registry
+from torchtitan.models.llama3 import model_registry as llama3_registry
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from titan_rl.errors import GeneratorError
+from titan_rl.errors import ConfigError, GeneratorError
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.generation.local import LocalGenerator
 from titan_rl.generation.protocol import GeneratorContext, generate
 from titan_rl.titan import device
+from titan_rl.titan.attention import use_cpu_attention
 from titan_rl.titan.hf_config import spec_from_hf
+from titan_rl.titan.models import build_unsharded
+from titan_rl.titan.weights import iterate_state
 from titan_rl.types import Completion, FinishReason, GenerationRequest, SamplingParams, WeightUpdate
 
 device.install()
@@ -388,3 +395,30 @@ def test_building_leaves_the_random_numbers_of_the_run_alone(context: GeneratorC
     torch.manual_seed(3)
     LocalGenerator(LocalGenerator.Config(), context)
     assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_model_without_an_adapter_takes_the_weights_under_torchtitans_names(
+    context: GeneratorContext,
+) -> None:
+    model_config = llama3_registry("debugmodel").model  # its projections of q, k and v are fused
+    uncached_config = copy.deepcopy(model_config)
+    use_cpu_attention(uncached_config)
+    uncached = build_unsharded(uncached_config, max_seq_len=MAX_MODEL_LEN)
+    generator = LocalGenerator(
+        LocalGenerator.Config(), dataclasses.replace(context, model_config=model_config, adapter=None)
+    )
+    assert generator.load_weights(update(iterate_state(uncached))).unwritten == ()
+    requests = make_requests()
+    for request, completion in zip(requests, generate(generator, requests, 60), strict=True):
+        tokens = torch.tensor([request.prompt_token_ids + completion.token_ids])
+        positions = torch.arange(tokens.shape[1])[None]
+        logprobs = uncached(tokens, positions, uncached.get_attention_masks(positions))[0].log_softmax(-1)
+        start = len(request.prompt_token_ids) - 1
+        expected = logprobs[range(start, tokens.shape[1] - 1), list(completion.token_ids)]
+        assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_model_with_other_masks_than_causal_ones_is_refused(context: GeneratorContext) -> None:
+    config = gpt_oss_registry("debugmodel").model
+    with pytest.raises(ConfigError, match=r"plain causal attention; got GptOssModel, which has its own"):
+        LocalGenerator(LocalGenerator.Config(), dataclasses.replace(context, model_config=config))
