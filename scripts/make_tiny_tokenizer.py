@@ -1,4 +1,4 @@
-"""Make the character tokenizer of the tests and the quickstart: titan_rl/assets/tiny_tokenizer.
+"""Make the character tokenizer of the tests and the quickstart: titan_rl/assets/tiny_llama.
 
     python scripts/make_tiny_tokenizer.py [directory]
 
@@ -54,5 +54,5 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    default = Path(__file__).resolve().parents[1] / "titan_rl" / "assets" / "tiny_tokenizer"
+    default = Path(__file__).resolve().parents[1] / "titan_rl" / "assets" / "tiny_llama"
     main(Path(sys.argv[1]) if len(sys.argv) > 1 else default)

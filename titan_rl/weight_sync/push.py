@@ -10,19 +10,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import torch
 from annotated_types import Gt
 
 from titan_rl.errors import HandshakeError
 from titan_rl.functional.checksum import tensor_checksum
-from titan_rl.generation.protocol import Generator
 from titan_rl.titan.collectives import Collectives
 from titan_rl.types import WeightReceipt, WeightUpdate
 
 PolicyLogprobs = Callable[[Sequence[int]], Sequence[float]]
 """Log-probabilities of tokens 1 to N - 1 of one text under the policy, at temperature 1. Collective."""
+
+
+class WeightReceiver(Protocol):
+    """What a push needs of a generator."""
+
+    def load_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """Replace the weights, and say what arrived."""
+        ...
+
+    def prompt_logprobs(
+        self, token_ids: Sequence[tuple[int, ...]], temperature: float = 1.0
+    ) -> list[tuple[float, ...]]:
+        """Score given texts under the served weights."""
+        ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,7 +74,7 @@ class WeightSync:
         section: WeightSyncSection,
         *,
         stream: Iterable[tuple[str, torch.Tensor]],
-        generator: Generator,
+        generator: WeightReceiver,
         policy_logprobs: PolicyLogprobs,
         probe: Sequence[int],
         collectives: Collectives,

@@ -14,7 +14,7 @@ from titan_rl.data.datasets import fingerprint_prompts
 from titan_rl.errors import ConfigError
 from titan_rl.types import Message, Prompt
 
-TINY = Path(titan_rl.__file__).parent / "assets" / "tiny_tokenizer"
+TINY = Path(titan_rl.__file__).parent / "assets" / "tiny_llama"
 BOS, EOS, UNK, SYSTEM, USER, ASSISTANT = 1, 2, 3, 4, 5, 6
 
 

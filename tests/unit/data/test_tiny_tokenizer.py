@@ -8,7 +8,7 @@ import titan_rl
 from titan_rl.data.chat import PromptEncoder
 from titan_rl.types import Message
 
-TINY = Path(titan_rl.__file__).parent / "assets" / "tiny_tokenizer"
+TINY = Path(titan_rl.__file__).parent / "assets" / "tiny_llama"
 SCRIPT = Path(__file__).parents[3] / "scripts" / "make_tiny_tokenizer.py"
 
 
