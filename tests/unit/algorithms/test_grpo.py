@@ -12,6 +12,7 @@ from titan_rl.algorithms.interfaces import Needs
 from titan_rl.algorithms.preset import check_composition, derive_needs
 from titan_rl.algorithms.sample_advantages import sample_advantages
 from titan_rl.config.choice import build
+from titan_rl.config.overlay import overlay
 from titan_rl.config.registry import resolve
 from titan_rl.errors import ConfigError
 from titan_rl.types import Sample
@@ -95,3 +96,24 @@ def test_a_rollout_of_two_samples_counts_once_in_its_group():
     advantage = GroupNormalized(GroupNormalized.Config(normalise_std=False))
     # Group 3 is (4, 0) with mean 2; counting its first rollout twice would give 8/3.
     assert sample_advantages(samples, advantage) == [2.0, -1.0, 2.0, -2.0, 1.0]
+
+
+def test_a_file_changes_one_value_of_the_preset_and_keeps_the_rest():
+    loss = overlay(
+        preset().loss, {"kl": {"coefficient": 0.04}, "surrogate": {"clip_high": 0.28}}, where="loss"
+    )
+    assert loss.kl == KLPenalty.Config(coefficient=0.04)
+    assert loss.surrogate == Clipped.Config(clip_low=0.2, clip_high=0.28)
+
+
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ({"surrogate": {"clip_low": -0.1}}, r"loss\.surrogate\.clip_low"),
+        ({"kl": {"estimator": "k1"}}, r"loss\.kl\.estimator"),
+        ({"aggregation": {"type": "token_meen"}}, r"loss\.aggregation\.type"),
+    ],
+)
+def test_an_impossible_value_in_a_file_is_refused_by_its_key(table, key):
+    with pytest.raises(ConfigError, match=key):
+        overlay(preset().loss, table, where="loss")
