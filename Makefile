@@ -28,7 +28,7 @@ tiny: setup ## Pretrain a tiny model, then train it with GRPO
 lint: setup ## Check style, types and layers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyrefly check
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 	$(BIN)/lint-imports
 
 test: lint ## Run lint, then all tests and doctests
