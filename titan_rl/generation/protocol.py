@@ -197,7 +197,8 @@ def generate(
             request = by_id.get(completion.request_id)
             if request is None:
                 raise GeneratorError(
-                    f"The generator returned {completion.request_id!r}, which nobody asked for."
+                    f"generate() must receive its own completions only; got {completion.request_id!r}. "
+                    "Submit nothing while it runs."
                 )
             check_completion(completion, request, policy_version=status.policy_version)
             found[completion.request_id] = completion

@@ -11,7 +11,7 @@ import importlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated, Any
@@ -84,7 +84,7 @@ class VllmGenerator:
         self._max_model_len = context.max_model_len
         self._can_sleep = self._is_cuda and config.enable_sleep_mode
         self._is_asleep = False
-        self._agree: Callable[[bool], bool] = context.agree or (lambda flag: flag)
+        self._agree = context.agree or _own_decision
         self._policy_version: int | None = None
         self._is_paused = False
         self._in_flight: dict[str, GenerationRequest] = {}
@@ -233,7 +233,7 @@ class VllmGenerator:
             self._is_asleep = False
 
     def close(self) -> None:
-        """Release the engine and its memory. The process groups of the launch stay."""
+        """Release the engine, its memory and its process groups; those of the launch stay."""
         self._engine.engine_core.shutdown()
         self._engine = None
 
@@ -278,6 +278,10 @@ def vllm_supports(architecture: str) -> bool:
     """
     with preserved_random_state():
         return architecture in _import_engine(run_threads=None).supported_architectures()
+
+
+def _own_decision(flag: bool) -> bool:
+    return flag
 
 
 def _import_engine(run_threads: int | None) -> ModuleType:

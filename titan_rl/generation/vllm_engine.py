@@ -6,6 +6,7 @@ imports it, after :func:`titan_rl.generation.vllm_env.set_vllm_environment`.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -13,11 +14,13 @@ from typing import Any, cast
 import torch
 from vllm import EngineArgs, LLMEngine, ModelRegistry, RequestOutput
 from vllm import SamplingParams as VllmSamplingParams
+from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import core as vllm_core
 
 from titan_rl.errors import GeneratorError
 from titan_rl.functional.checksum import tensor_checksum
@@ -35,6 +38,8 @@ def build_engine(arguments: Mapping[str, Any]) -> LLMEngine:
     Args:
         arguments: The other fields of vLLM's ``EngineArgs``.
     """
+    # Its own clean-up, at close and when collected, destroys every process group, the trainer's included.
+    vllm_core.cleanup_dist_env_and_memory = _destroy_own_groups
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             distributed_executor_backend="external_launcher",
@@ -51,6 +56,13 @@ def build_engine(arguments: Mapping[str, Any]) -> LLMEngine:
     # last, because building the engine configures logging.
     logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
     return engine
+
+
+def _destroy_own_groups(shutdown_ray: bool = False) -> None:
+    """Stand in for vLLM's clean-up; Ray is not in use."""
+    if torch.distributed.is_initialized():
+        destroy_model_parallel()
+    gc.collect()
 
 
 def cpu_arguments(max_model_len: int, kv_cache_gib: float) -> dict[str, Any]:
@@ -73,11 +85,15 @@ def supported_architectures() -> set[str]:
 
 
 def add_completion_request(engine: LLMEngine, request: GenerationRequest) -> None:
-    """Queue one completion. Only our stop tokens stop it: the model's own end token is ignored."""
+    """Queue one completion. Only our stop tokens stop it: the model's own end token is ignored.
+
+    torch's CPU generator keeps the low 32 bits of a seed. The high bits are therefore mixed into them, so
+    that seeds that differ in the high bits alone differ there too; the mapping is one to one.
+    """
     sampling = request.sampling
     params = VllmSamplingParams(
         n=1,
-        seed=request.seed,
+        seed=request.seed ^ (request.seed >> 32),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,

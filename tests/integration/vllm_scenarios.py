@@ -1,0 +1,217 @@
+"""What test_vllm_generator.py asks of vLLM, run as torchrun ranks; writes what happened as JSON.
+
+Usage: torchrun --standalone --nproc-per-node N -m tests.integration.vllm_scenarios {single,pair} DIRECTORY
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.integration.tiny_llama import VOCAB_SIZE, weights
+from titan_rl.errors import TitanRLError
+from titan_rl.generation.protocol import GeneratorContext, generate
+from titan_rl.generation.vllm import VllmGenerator, vllm_supports
+from titan_rl.types import Completion, GenerationRequest, SamplingParams, WeightUpdate
+
+MAX_MODEL_LEN = 128
+SECONDS = 120.0
+STOP = tuple(range(7, 17))
+PREFIX = tuple((17 * i) % VOCAB_SIZE for i in range(40))  # longer than one KV block
+
+
+def requests(*, first_seed: int = 2**40, name: str = "r", count: int = 12) -> list[GenerationRequest]:
+    """Prompts that share a prefix, at temperatures 1, 0.5 and 0."""
+    return [
+        GenerationRequest(
+            id=f"{name}{i}",
+            prompt_token_ids=(*PREFIX[: 3 + 10 * (i % 4)], i % 5, 90 + i % 3),
+            sampling=SamplingParams(max_tokens=24, temperature=(1.0, 0.5, 0.0)[i % 3], stop_token_ids=STOP),
+            seed=first_seed + i,
+        )
+        for i in range(count)
+    ]
+
+
+def long_requests(name: str, lengths: Iterable[int]) -> list[GenerationRequest]:
+    """Requests of exactly these lengths: nothing stops them. Their seeds differ in the high bits only."""
+    return [
+        GenerationRequest(f"{name}{i}", PREFIX, SamplingParams(max_tokens=n), seed=5 + i * 2**40)
+        for i, n in enumerate(lengths)
+    ]
+
+
+def update(version: int, seed: int, *, is_tied: bool = True, without: tuple[str, ...] = ()) -> WeightUpdate:
+    tensors = ((n, t) for n, t in weights(seed, is_tied=is_tied) if not n.endswith(without or ("?",)))
+    return WeightUpdate(kind="full", version=version, base_version=None, tensors=tensors)
+
+
+def plain(completions: Iterable[Completion]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": c.request_id,
+            "token_ids": c.token_ids,
+            "logprobs": c.logprobs,
+            "finish_reason": c.finish_reason.value,
+            "policy_versions": c.policy_versions,
+        }
+        for c in completions
+    ]
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """The message of the titan_rl error that the call raises, or "" if it raises none."""
+    try:
+        call()
+    except TitanRLError as error:
+        return str(error)
+    return ""
+
+
+def start(
+    directory: Path, *, is_tied: bool, degree: int = 1, agree: Callable[[bool], bool] | None = None
+) -> VllmGenerator:
+    config = VllmGenerator.Config(tensor_parallel_degree=degree, max_num_seqs=64, kv_cache_gib=0.125)
+    context = GeneratorContext(
+        model_dir=str(directory / f"tied={is_tied}"),
+        model_config=None,
+        adapter=None,
+        max_model_len=MAX_MODEL_LEN,
+        dtype="float32",
+        seed=0,
+        device_type="cpu",
+        run_threads=1,
+        agree=agree,
+    )
+    return VllmGenerator(config, context)
+
+
+def process_state() -> list[Any]:
+    """Random state of torch, Python and numpy, and the number of threads."""
+    return [
+        torch.get_rng_state().tolist(),
+        list(random.getstate()[1]),
+        np.random.get_state()[1].tolist(),
+        torch.get_num_threads(),
+    ]
+
+
+def sampling(generator: VllmGenerator) -> dict[str, Any]:
+    """The same requests alone, in company, with other seeds; and finishing order."""
+    facts: dict[str, Any] = {"batch": plain(generate(generator, requests(), SECONDS))}
+    generator.submit([*requests(first_seed=5, name="other", count=24), *reversed(requests())])
+    facts["in_company"] = plain(generator.completions(SECONDS))
+    facts["siblings"] = plain(generate(generator, long_requests("g", [16] * 8), SECONDS))
+    seen, submitted = [], False
+    generator.submit(long_requests("s", [2, 20]))
+    for completion in generator.completions(SECONDS):
+        seen.append([completion.request_id, len(completion.token_ids)])
+        if not submitted:
+            generator.submit(long_requests("late", [3]))
+            submitted = True
+    facts["finishing_order"] = seen
+    return facts
+
+
+def control(generator: VllmGenerator) -> dict[str, Any]:
+    """Abort, deadline, pause, and what is refused."""
+    facts: dict[str, Any] = {}
+    generator.submit(long_requests("a", [8, 8, 8]))
+    generator.abort(["a1", "unknown"])
+    facts["after_abort"] = [c.request_id for c in generator.completions(SECONDS)]
+    generator.submit(long_requests("t", [8, 9]))
+    facts["deadline"] = error_of(lambda: list(generator.completions(0.0)))
+    facts["load_in_flight"] = error_of(lambda: generator.load_weights(update(9, seed=2)))
+    facts["probe_in_flight"] = error_of(lambda: generator.prompt_logprobs([PREFIX]))
+    generator.pause()
+    facts["while_paused"] = [len(list(generator.completions(SECONDS))), generator.status().num_in_flight]
+    generator.resume()
+    facts["after_deadline"] = [len(c.token_ids) for c in generator.completions(SECONDS)]
+    facts["same_id_twice"] = error_of(lambda: generator.submit(long_requests("d", [2]) * 2))
+    facts["too_long"] = error_of(lambda: generator.submit(long_requests("l", [MAX_MODEL_LEN])))
+    facts["probe_temperature"] = error_of(lambda: generator.prompt_logprobs([PREFIX], 0.5))
+    facts["in_flight_at_the_end"] = generator.status().num_in_flight
+    return facts
+
+
+def single(directory: Path) -> dict[str, Any]:
+    before = process_state()
+    generator = start(directory, is_tied=True)
+    facts: dict[str, Any] = {
+        "before_first_load": error_of(lambda: generator.submit(requests())),
+        "version_before_first_load": generator.status().policy_version,
+        "num_threads_can_be_set": (torch.set_num_threads(2), torch.get_num_threads())[1],
+    }
+    torch.set_num_threads(before[-1])
+    receipt = generator.load_weights(update(0, seed=1))
+    facts["receipt"] = [receipt.version, dict(receipt.checksums), receipt.unwritten]
+    facts |= sampling(generator) | control(generator)
+    generator.load_weights(update(1, seed=2))
+    facts["batch_second_weights"] = plain(generate(generator, requests(), SECONDS))
+    incomplete = {}
+    for missing in (
+        "lm_head.weight",
+        "embed_tokens.weight",
+        "0.self_attn.k_proj.weight",
+        "model.norm.weight",
+    ):
+        incomplete[missing] = generator.load_weights(update(2, seed=3, without=(missing,))).unwritten
+    facts["unwritten"] = incomplete
+    facts["after_incomplete"] = error_of(lambda: generator.submit(requests()))
+    twice = WeightUpdate("full", 2, None, [*list(weights(3, is_tied=True))[:6], *weights(4, is_tied=True)])
+    facts["name_twice"] = error_of(lambda: generator.load_weights(twice))
+    facts["version_after_failure"] = generator.status().policy_version
+    facts["unwritten_after_failure"] = generator.load_weights(update(3, seed=3)).unwritten
+    facts["batch_third_weights"] = plain(generate(generator, requests(), SECONDS))
+    facts["probe"] = generator.prompt_logprobs([PREFIX, PREFIX[:2]])
+    generator.close()
+    facts["groups_after_close"] = dist.is_initialized()
+    generator = start(directory, is_tied=False)
+    generator.load_weights(update(0, seed=1, is_tied=False))
+    generator.load_weights(update(1, seed=2, is_tied=False))
+    facts["batch_untied"] = plain(generate(generator, requests(), SECONDS))
+    facts["process_state_kept"] = [a == b for a, b in zip(before, process_state(), strict=True)]
+    facts["supports"] = [vllm_supports("LlamaForCausalLM"), vllm_supports("NoSuchModel")]
+    return facts
+
+
+def pair(directory: Path) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    def agree(flag: bool) -> bool:
+        packed = torch.tensor([int(flag)])
+        dist.broadcast(packed, src=0)
+        return bool(packed.item())
+
+    generator = start(directory, is_tied=True, degree=2, agree=agree)
+    facts: dict[str, Any] = {"unwritten": generator.load_weights(update(0, seed=1)).unwritten}
+    facts["batch"] = plain(generate(generator, requests(), SECONDS))
+    facts["missing"] = generator.load_weights(update(1, seed=2, without=("0.mlp.up_proj.weight",))).unwritten
+    generator.load_weights(update(1, seed=2))
+    # The first rank's clock decides: the second one's has run out in the first case, not in the second.
+    facts["second_clock_out"] = plain(generate(generator, requests(), SECONDS if rank == 0 else 0.0))
+    generator.submit(long_requests("t", [4]))
+    facts["first_clock_out"] = error_of(lambda: list(generator.completions(0.0 if rank == 0 else SECONDS)))
+    return facts
+
+
+def main(what: str, directory: Path) -> None:
+    torch.set_num_threads(1)
+    facts = {"single": single, "pair": pair}[what](directory)
+    rank = dist.get_rank()
+    (directory / f"{what}{rank}.json").write_text(json.dumps(facts))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
