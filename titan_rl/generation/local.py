@@ -56,9 +56,10 @@ class LocalGenerator:
     Each rank holds a whole copy and serves its own requests; ranks need not step together. Requests join the
     batch when a row is free and leave it when they finish. Every request has its own source of noise, so its
     tokens depend on no other request, with one reservation: matrix kernels round differently for different
-    batch sizes. Log-probabilities can therefore differ in their last bits (1e-6 in fp32), and a token when
-    its draw falls within that distance of a boundary between two tokens. The same calls in the same order
-    give the same bits.
+    batch sizes. Log-probabilities can therefore differ in their last bits (measured: 3e-6 in fp32, 1e-2 in
+    bf16), and a token when its draw falls within that distance of a boundary between two tokens: never seen
+    in fp32, in a third of all 16-token completions in bf16. The same calls in the same order give the same
+    bits.
     """
 
     @dataclass(kw_only=True, slots=True)

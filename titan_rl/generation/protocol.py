@@ -72,8 +72,8 @@ class Generator(Protocol):
     A log-probability is the natural logarithm of the probability under the distribution that the token was
     drawn from, temperature and truncation included; a greedy token (temperature 0) has the log-probability
     of temperature 1. What a request yields depends on its prompt, sampling parameters, seed and the weights
-    alone: not on its order, nor on the requests beside it. (On CUDA that holds up to the batch-dependent
-    rounding of the kernels.)
+    alone: not on its order, nor on the requests beside it. (On CUDA and for the local generator that holds up
+    to the batch-dependent rounding of the kernels.)
 
     In a generator group of several ranks (tensor parallelism), all ranks call the same methods with equal
     arguments in the same order, and all of them see the same completions.
