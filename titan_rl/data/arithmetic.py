@@ -50,6 +50,10 @@ class Arithmetic:
         template: str = "{a} {op} {b} ="
         """Text of the user message. ``{a}`` and ``{b}`` are the operands, ``{op}`` the sign (+, - or *)."""
 
+        digits: Literal["usual", "reversed"] = "usual"
+        """How the answer is written: as usual, or with its last digit first ("24" for 42). Two sources that
+        differ in this make a corpus with two habits, of which a reward can favour one."""
+
         split_seed: int = 0
         """Another value holds out other problems. Independent of the run's seed."""
 
@@ -63,6 +67,7 @@ class Arithmetic:
         _check(config, operations)
         self.name = "arithmetic"
         self._template = config.template
+        self._is_reversed = config.digits == "reversed"
         held_out = _held_out(config, operations)
         wanted = split == "held_out"
         self._problems = [
@@ -82,7 +87,7 @@ class Arithmetic:
         return Prompt(
             id=f"arithmetic/{operation}/{a}/{b}",
             messages=(Message("user", text),),
-            answer=str(answer),
+            answer=str(answer)[::-1] if self._is_reversed else str(answer),
             metadata={"operation": operation, "a": a, "b": b},
         )
 

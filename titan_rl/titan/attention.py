@@ -18,32 +18,68 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torchtitan.models.common.attention import FlexAttention
 
+_BUCKET_GROWTH = 1.25
+
 
 @dataclass(frozen=True, slots=True)
 class DocumentSpans:
-    """Where documents lie in the rows of a batch.
+    """Where documents lie in the rows of a batch, in buckets of similar length.
+
+    A bucket of n documents of at most L tokens is computed as one batch ``[n, L]``. Shorter documents are
+    filled up at their end, where causal attention never looks from a real token.
 
     Attributes:
-        spans: For each row the ``(start, end)`` of its documents, in order, covering the row.
+        num_tokens: B * T, tokens of the batch.
+        gather: Per bucket the flat token indices ``[n, L]``; filled up with each document's last token.
+        scatter: Per bucket the positions ``[m]`` of the m real tokens among the n * L.
     """
 
-    spans: tuple[tuple[tuple[int, int], ...], ...]
+    num_tokens: int
+    gather: tuple[torch.Tensor, ...]
+    scatter: tuple[torch.Tensor, ...]
 
     @classmethod
     def from_positions(cls, positions: torch.Tensor) -> DocumentSpans:
-        """Documents start where the position is 0.
+        """Documents start where the position is 0, and at the start of a row.
 
         Args:
             positions: ``[B, T]`` integers, position of each token in its document.
 
-        >>> DocumentSpans.from_positions(torch.tensor([[0, 1, 2, 0, 1]])).spans
-        (((0, 3), (3, 5)),)
+        >>> spans = DocumentSpans.from_positions(torch.tensor([[0, 1, 2, 0, 1]]))
+        >>> [bucket.tolist() for bucket in spans.gather]
+        [[[3, 4]], [[0, 1, 2]]]
         """
-        rows = []
-        for row in positions.tolist():
-            starts = [i for i, position in enumerate(row) if position == 0 or i == 0]
-            rows.append(tuple(zip(starts, [*starts[1:], len(row)], strict=True)))
-        return cls(tuple(rows))
+        is_start = positions == 0
+        is_start[:, 0] = True
+        starts = is_start.reshape(-1).nonzero().squeeze(1)
+        ends = torch.cat([starts[1:], starts.new_tensor([positions.numel()])])
+        lengths = ends - starts
+        gather, scatter = [], []
+        for chosen in _buckets(lengths.tolist()):
+            index = torch.tensor(chosen, device=positions.device)
+            longest = int(lengths[index].max())
+            offsets = torch.arange(longest, device=positions.device)
+            is_real = offsets < lengths[index, None]
+            gather.append(starts[index, None] + torch.minimum(offsets, lengths[index, None] - 1))
+            scatter.append(is_real.reshape(-1).nonzero().squeeze(1))
+        return cls(positions.numel(), tuple(gather), tuple(scatter))
+
+
+def _buckets(lengths: list[int]) -> list[list[int]]:
+    """Indices of documents, shortest first, in buckets whose lengths differ by at most a quarter.
+
+    >>> _buckets([10, 3, 12, 40])
+    [[1], [0, 2], [3]]
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    buckets: list[list[int]] = []
+    limit = 0.0
+    for index in order:
+        if not buckets or lengths[index] > limit:
+            buckets.append([])
+            limit = lengths[index] * _BUCKET_GROWTH
+        buckets[-1].append(index)
+    return buckets
 
 
 class CpuDocumentAttention(FlexAttention):
@@ -87,14 +123,13 @@ class CpuDocumentAttention(FlexAttention):
         """
         if score_mod is not None or out_transform is not None:
             raise NotImplementedError("CPU attention supports neither score_mod nor out_transform.")
-        query, key, value = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         if isinstance(attention_masks, DocumentSpans):
-            out = _attend_per_document(query, key, value, attention_masks, scale, enable_gqa)
-        else:
-            mask = _dense_mask(attention_masks, query.shape[2], key.shape[2])
-            out = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
-            )
+            return _attend_per_document(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale, enable_gqa)
+        query, key, value = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        mask = _dense_mask(attention_masks, query.shape[2], key.shape[2])
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
         return out.transpose(1, 2)
 
 
@@ -106,22 +141,37 @@ def _attend_per_document(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Causal attention of every document by itself; tensors are ``[B, N, L, H]``."""
-    rows = []
-    for row, spans in enumerate(documents.spans):
-        parts = [
-            F.scaled_dot_product_attention(
-                query[row : row + 1, :, start:end],
-                key[row : row + 1, :, start:end],
-                value[row : row + 1, :, start:end],
-                is_causal=True,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-            for start, end in spans
-        ]
-        rows.append(torch.cat(parts, dim=2))
-    return torch.cat(rows, dim=0)
+    """Causal attention of every document by itself; tensors are ``[B, L, N, H]``."""
+    flat = [x.flatten(0, 1) for x in (query, key, value)]
+    out = flat[0].new_zeros(documents.num_tokens, query.shape[2], value.shape[-1])
+    for gather, scatter in zip(documents.gather, documents.scatter, strict=True):
+        bucket = [_GatherDocuments.apply(x, gather, scatter).transpose(1, 2) for x in flat]
+        part = F.scaled_dot_product_attention(*bucket, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+        real = part.transpose(1, 2).flatten(0, 1).index_select(0, scatter)
+        out = out.index_copy(0, gather.reshape(-1)[scatter], real)
+    return out.view(*query.shape[:3], value.shape[-1])
+
+
+class _GatherDocuments(torch.autograd.Function):
+    """``x[gather]``, with a gradient that leaves the filled-up places out.
+
+    No real query attends to a filled-up key and the outputs of filled-up queries are dropped, so their
+    gradients are zero; without them no token occurs twice and no slow accumulating scatter is needed.
+    """
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, x: torch.Tensor, gather: torch.Tensor, scatter: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(gather, scatter)
+        ctx.shape = x.shape
+        return x.index_select(0, gather.reshape(-1)).view(*gather.shape, *x.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyrefly: ignore[bad-override]
+        gather, scatter = ctx.saved_tensors
+        real = grad.flatten(0, 1).index_select(0, scatter)
+        return grad.new_zeros(ctx.shape).index_copy_(0, gather.reshape(-1)[scatter], real), None, None
 
 
 def _dense_mask(mask: BlockMask, num_queries: int, num_keys: int) -> torch.Tensor:
