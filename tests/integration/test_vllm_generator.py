@@ -1,4 +1,4 @@
-"""The real vLLM, on tiny random Llama models, against transformers. Started by torchrun, once per file."""
+"""The real vLLM, on tiny random models, against transformers. Started by torchrun, once per file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.tiny_llama import llama, reference_logprobs, weights, write_model_dir
+from tests.integration.tiny_models import llama, moe, reference_logprobs, weights, write_model_dirs
 from tests.integration.vllm_scenarios import PREFIX, STOP, requests
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.types import FinishReason
@@ -39,8 +39,7 @@ def launch(what: str, ranks: int, directory: Path) -> subprocess.Popen[bytes]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Facts of a single rank, and of each of two ranks that form one generator group."""
     directory = tmp_path_factory.mktemp("vllm")
-    for is_tied in (True, False):
-        write_model_dir(directory / f"tied={is_tied}", is_tied=is_tied)
+    write_model_dirs(directory)
     started = {"single": launch("single", 1, directory), "pair": launch("pair", 2, directory)}
     try:
         for what, process in started.items():
@@ -112,6 +111,14 @@ def test_new_weights_are_served_tied_head_included(single: dict[str, Any]) -> No
 
 def test_an_untied_head_is_served_too(single: dict[str, Any]) -> None:
     assert worst_difference(single["batch_untied"], seed=2, is_tied=False) < TOLERANCE
+
+
+def test_new_experts_are_served(single: dict[str, Any]) -> None:
+    # vLLM packs experts once on a CPU; see _forget_packed_experts.
+    assert single["unwritten_moe"] == []
+    scores = torch.tensor(single["probe_moe"][0])
+    theirs = reference_logprobs(moe(2), PREFIX[:1], PREFIX[1:], temperature=1.0)
+    assert (scores - theirs).abs().max() < TOLERANCE
 
 
 def test_completions_do_not_depend_on_order_or_company(single: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.integration.tiny_llama import VOCAB_SIZE, weights
+from tests.integration.tiny_models import VOCAB_SIZE, moe_weights, weights
 from titan_rl.errors import TitanRLError
 from titan_rl.generation.protocol import GeneratorContext, generate
 from titan_rl.generation.vllm import VllmGenerator, vllm_supports
@@ -76,12 +76,10 @@ def error_of(call: Callable[[], object]) -> str:
     return ""
 
 
-def start(
-    directory: Path, *, is_tied: bool, degree: int = 1, agree: Callable[[bool], bool] | None = None
-) -> VllmGenerator:
+def start(model_dir: Path, *, degree: int = 1, agree: Callable[[bool], bool] | None = None) -> VllmGenerator:
     config = VllmGenerator.Config(tensor_parallel_degree=degree, max_num_seqs=64, kv_cache_gib=0.125)
     context = GeneratorContext(
-        model_dir=str(directory / f"tied={is_tied}"),
+        model_dir=str(model_dir),
         model_config=None,
         adapter=None,
         max_model_len=MAX_MODEL_LEN,
@@ -144,7 +142,7 @@ def control(generator: VllmGenerator) -> dict[str, Any]:
 
 def single(directory: Path) -> dict[str, Any]:
     before = process_state()
-    generator = start(directory, is_tied=True)
+    generator = start(directory / "tied")
     facts: dict[str, Any] = {
         "before_first_load": error_of(lambda: generator.submit(requests())),
         "version_before_first_load": generator.status().policy_version,
@@ -174,10 +172,16 @@ def single(directory: Path) -> dict[str, Any]:
     facts["probe"] = generator.prompt_logprobs([PREFIX, PREFIX[:2]])
     generator.close()
     facts["groups_after_close"] = dist.is_initialized()
-    generator = start(directory, is_tied=False)
+    generator = start(directory / "untied")
     generator.load_weights(update(0, seed=1, is_tied=False))
     generator.load_weights(update(1, seed=2, is_tied=False))
     facts["batch_untied"] = plain(generate(generator, requests(), SECONDS))
+    generator.close()
+    generator = start(directory / "moe")
+    for seed in (1, 2):
+        expert_update = WeightUpdate("full", seed, None, moe_weights(seed))
+        facts["unwritten_moe"] = generator.load_weights(expert_update).unwritten
+    facts["probe_moe"] = generator.prompt_logprobs([PREFIX])
     facts["process_state_kept"] = [a == b for a, b in zip(before, process_state(), strict=True)]
     facts["supports"] = [vllm_supports("LlamaForCausalLM"), vllm_supports("NoSuchModel")]
     return facts
@@ -192,7 +196,7 @@ def pair(directory: Path) -> dict[str, Any]:
         dist.broadcast(packed, src=0)
         return bool(packed.item())
 
-    generator = start(directory, is_tied=True, degree=2, agree=agree)
+    generator = start(directory / "tied", degree=2, agree=agree)
     facts: dict[str, Any] = {"unwritten": generator.load_weights(update(0, seed=1)).unwritten}
     facts["batch"] = plain(generate(generator, requests(), SECONDS))
     facts["missing"] = generator.load_weights(update(1, seed=2, without=("0.mlp.up_proj.weight",))).unwritten

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import core as vllm_core
 
@@ -209,11 +210,25 @@ def _reload_audited(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) ->
         return loaded
 
     model.load_weights = audited
+    if current_platform.is_cpu():
+        _forget_packed_experts(model)
     try:
         worker.reload_weights(weights_iterator=tensors)
     finally:
         del model.load_weights
     return unwritten
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> None:
+    """Make vLLM pack the experts of MoE layers again.
+
+    On a CPU it packs them when it builds their kernel, which it does once: after a reload the kernel would
+    read unpacked weights as packed ones.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            cast(Any, method).moe_kernel = None
 
 
 def _unwritten_parameters(model: torch.nn.Module, loaded: set[str]) -> list[str]:
