@@ -38,9 +38,9 @@ class VllmGenerator:
     form one generator group. The engine starts with random weights and serves nothing until the first
     :meth:`load_weights`.
 
-    On a CPU, results are bitwise the same in any order and beside any other requests. Known warnings there,
-    all harmless: libtcmalloc and libiomp not preloaded; disabling chunked prefill is unofficial;
-    ``RotaryEmbedding: Failed to load weights``.
+    On a CPU, tests find tokens and log-probabilities bitwise the same in any order and beside any other
+    requests. Known warnings there, all harmless: libtcmalloc and libiomp not preloaded, disabling chunked
+    prefill is unofficial, Model Runner V2 requires Triton, passing raw prompts is deprecated, no tokenizer.
     """
 
     @dataclass(kw_only=True, slots=True)
