@@ -87,35 +87,26 @@ def configure(document: Document, trainer: str) -> Any:
     if choose_device() == "cpu":
         # bf16 is about ten times slower than fp32 on a CPU without AVX-512 or AMX.
         default.training.mixed_precision_param = "float32"
-    config = overlay(default, document.table, rules=RULES, locate=document.locate)
-    return complete(config, directory=Path(document.file).parent)
-
-
-def complete(config: Any, *, directory: Path) -> Any:
-    """Resolve paths and build the model spec.
-
-    Args:
-        config: A trainer's configuration; changed in place.
-        directory: Where the TOML file lies; relative paths that do not exist in the working directory are
-            looked up there.
-    """
-    model = config.model
-    model.hf_assets_path = _locate(model.hf_assets_path, directory)
-    if config.checkpoint.initial_load_path:
-        path = _locate(config.checkpoint.initial_load_path, directory)
-        config.checkpoint = dataclasses.replace(
-            config.checkpoint, initial_load_path=str(Path(path).resolve())
-        )
-    config.hf_assets_path = model.hf_assets_path
-    config.model_spec = build_spec(model, context_parallel=config.parallelism.context_parallel_degree > 1)
+    table = _with_found_paths(document.table, Path(document.file).parent)
+    config = overlay(default, table, rules=RULES, locate=document.locate)
+    config.hf_assets_path = config.model.hf_assets_path
+    context_parallel = config.parallelism.context_parallel_degree > 1
+    config.model_spec = build_spec(config.model, context_parallel=context_parallel)
     return config
 
 
-def _locate(path: str, directory: Path) -> str:
-    if not path or Path(path).is_absolute() or Path(path).exists():
-        return path
-    beside = directory / path
-    return str(beside.resolve()) if beside.exists() else path
+_PATHS = (("model", "hf_assets_path"), ("checkpoint", "initial_load_path"))
+
+
+def _with_found_paths(table: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Make paths absolute: relative to the working directory, or else to where the TOML file lies."""
+    table = dict(table)
+    for section, key in _PATHS:
+        value = table.get(section, {}).get(key) if isinstance(table.get(section), dict) else None
+        if isinstance(value, str) and value and "://" not in value and value != "none":
+            found = next((p for p in (Path(value), directory / value) if p.exists()), Path(value))
+            table[section] = {**table[section], key: str(found.resolve())}
+    return table
 
 
 def _with_preset(config: Any, document: Document) -> Any:
