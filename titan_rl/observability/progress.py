@@ -16,7 +16,7 @@ def progress_line(
         metrics: By the names of docs/metrics.md; what is missing is left out.
         seconds_left: Estimated wall-clock seconds until the end.
 
-    >>> progress_line(3, 10, metrics={"reward/mean": 0.5, "loss/kl": 0.01}, seconds_left=75)
+    >>> progress_line(3, 10, metrics={"reward/mean": 0.5, "loss/reference_kl": 0.01}, seconds_left=75)
     'step  3/10  reward 0.500  kl 0.0100  left 1m15s'
     """
     width = len(str(total_steps))
@@ -32,12 +32,12 @@ def progress_line(
 _SHOWN = (
     ("reward/mean", "reward", ".3f", ""),
     ("evaluation/score", "held-out", ".3f", ""),
-    ("loss/kl", "kl", ".4f", ""),
+    ("loss/reference_kl", "kl", ".4f", ""),
     ("loss/entropy", "entropy", ".3f", ""),
     ("grad_norm", "grad", ".2f", ""),
     ("rollout/completion_tokens_mean", "length", ".1f", ""),
     ("rollout/truncated_fraction", "truncated", ".2f", ""),
-    ("mismatch/logprob_max", "mismatch", ".1e", ""),
+    ("loss/mismatch_abs_max", "mismatch", ".1e", ""),
     ("throughput/tokens_per_second", "tok/s", ",.0f", ""),
     ("time/generate", "generate", ".1f", "s"),
     ("time/train", "train", ".1f", "s"),

@@ -85,7 +85,7 @@ class SamplingSection:
 
 @dataclass(kw_only=True, slots=True)
 class BatchingSection:
-    """Table ``[batching]``: ``training.seq_len`` tokens per row, ``local_batch_size`` rows per micro-batch."""
+    """Table ``[batching]``. Rows hold up to ``training.seq_len`` tokens."""
 
     pad_to: Literal["longest", "token_budget"] = "longest"
     """Length of a micro-batch's rows: its longest row, or always the budget (one shape, for compilation)."""
