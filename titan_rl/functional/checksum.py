@@ -15,8 +15,8 @@ _BASE = 0x9E3779B97F4A7C15 % _MODULUS
 def tensor_checksum(tensor: torch.Tensor) -> int:
     r"""Checksum of the bits of a tensor, sensitive to the position of every element.
 
-    The bytes are read as 64-bit words in blocks of :math:`2^{15}`, each word as an upper half :math:`u_i` and a
-    lower half :math:`l_i`. With weights :math:`w_i`, a permutation of :math:`1 \dots 2^{15}`, block k gives
+    The bytes are read as 64-bit words in blocks of :math:`2^{15}`, each word as an upper half :math:`u_i` and
+    a lower half :math:`l_i`. With weights :math:`w_i`, a permutation of :math:`1 \dots 2^{15}`, block k gives
     :math:`U_k = \sum_i w_i u_i` and :math:`L_k = \sum_i w_i l_i`, and the checksum is
 
     .. math:: \Big(\text{number of bytes} + \sum_k (U_k + 3 L_k + 1) g^{k+1}\Big) \bmod 2^{61}-1.

@@ -1,4 +1,4 @@
-"""Rollouts as JSON lines: one file per iteration and rank, so that a re-executed iteration replaces its own."""
+"""Rollouts as JSON lines: a file per iteration and rank, so that an iteration done again replaces its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from titan_rl.types import Group
 
-_FILE = re.compile(r"(?P<kind>[a-z_]+)-(?P<number>\d{6})\.rank-\d+\.jsonl")
+_FILE = re.compile(r"(?P<kind>[a-z_]+)-(?P<number>\d{6,})\.rank-\d+\.jsonl")
 
 
 class RolloutRecorder:

@@ -7,6 +7,7 @@ probe text equal the trainer's. What is not confirmed is never trained on.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -114,8 +115,8 @@ class WeightSync:
         self._agree(
             None
             if difference <= bound
-            else f"its log-probabilities of the probe differ from the policy's by {difference:.2e}, more than "
-            f"weight_sync.max_probe_difference = {bound:.0e}: it does not serve what was delivered"
+            else f"its log-probabilities of the probe differ from the policy's by {difference:.2e}, more "
+            f"than weight_sync.max_probe_difference = {bound:.0e}: it does not serve what was delivered"
         )
         return PushReport(
             version=version,
@@ -135,9 +136,10 @@ class WeightSync:
         ours = self._policy_logprobs(self._probe)
         theirs = self._generator.prompt_logprobs([self._probe])[0]
         if len(ours) != len(theirs):
-            return float("inf")
-        worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-        return worst if worst == worst else float("inf")
+            return math.inf
+        differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+        # max() alone would pass over a NaN that is not the first.
+        return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
     def _agree(self, fault: str | None) -> None:
         """Raise on all ranks if any rank has a fault, so that none waits for another."""
