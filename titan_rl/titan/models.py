@@ -7,9 +7,10 @@ import dataclasses
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
+import tyro
 from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models import _supported_models
@@ -29,18 +30,20 @@ if TYPE_CHECKING:
 class ModelSection:
     """Table ``[model]``."""
 
-    name: str = ""
+    # Suppressed: by the time tyro reads TorchTitan's command line, the model is chosen.
+    name: Annotated[str, tyro.conf.Suppress] = ""
     """A TorchTitan model ("llama3", "qwen3", ...) or an importable module that has ``model_registry``.
     Empty: the model is built from ``config.json`` in ``hf_assets_path``."""
 
-    flavor: str = ""
+    flavor: Annotated[str, tyro.conf.Suppress] = ""
     """Flavor of ``name``, for example "debugmodel" or "0.6B"."""
 
-    hf_assets_path: str = ""
+    hf_assets_path: Annotated[str, tyro.conf.Suppress] = ""
     """Directory in Hugging Face layout: tokenizer, and weights and ``config.json`` if there are any.
-    A relative path is looked up in the working directory, then next to the TOML file."""
+    A relative path is looked up in the working directory, then next to the TOML file, then where titan_rl is
+    installed."""
 
-    attn_backend: str = "flex"
+    attn_backend: Annotated[str, tyro.conf.Suppress] = "flex"
     """TorchTitan's attention: "flex", "flex_flash" or "varlen". On a CPU always per document."""
 
     allow_random_init: bool = False

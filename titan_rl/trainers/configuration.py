@@ -95,16 +95,18 @@ def configure(document: Document, trainer: str) -> Any:
     return config
 
 
+_PACKAGES = Path(__file__).parents[2]  # of an installed package or a checkout: assets lie below it
 _PATHS = (("model", "hf_assets_path"), ("checkpoint", "initial_load_path"))
 
 
 def _with_found_paths(table: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Make paths absolute: relative to the working directory, or else to where the TOML file lies."""
+    """Make paths absolute: relative to the working directory, to the TOML file, or to where titan_rl lies."""
     table = dict(table)
     for section, key in _PATHS:
         value = table.get(section, {}).get(key) if isinstance(table.get(section), dict) else None
         if isinstance(value, str) and value and "://" not in value and value != "none":
-            found = next((p for p in (Path(value), directory / value) if p.exists()), Path(value))
+            places = (Path(value), directory / value, _PACKAGES / value)
+            found = next((place for place in places if place.exists()), Path(value))
             table[section] = {**table[section], key: str(found.resolve())}
     return table
 

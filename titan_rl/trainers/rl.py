@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Annotated, Any
 
 import torch
+import tyro
 
 from titan_rl.algorithms import grpo
 from titan_rl.algorithms.policy_loss import PolicyLoss
@@ -65,6 +66,7 @@ class RLTrainer(Trainer):
     class Config(Trainer.Config):
         """TorchTitan's sections, and ours."""
 
+        hf_assets_path: Annotated[str, tyro.conf.Suppress] = ""
         model: ModelSection = field(default_factory=ModelSection)
         """Which model."""
         algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+import tyro
 from annotated_types import Ge, Gt, Interval
 
 from titan_rl.config.choice import Choice
@@ -16,7 +17,8 @@ from titan_rl.data.datasets import DATASETS
 class AlgorithmSection:
     """Table ``[algorithm]``."""
 
-    type: str = "grpo"
+    # Suppressed: by the time tyro reads TorchTitan's command line, its defaults are in place.
+    type: Annotated[str, tyro.conf.Suppress] = "grpo"
     """A named composition, which sets the defaults of ``[advantage]`` and ``[loss]``."""
 
     steps_per_iteration: Annotated[int, Ge(1)] = 1

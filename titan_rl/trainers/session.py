@@ -32,7 +32,8 @@ def run(config: Any) -> int:
     trainer = None
     try:
         if rank == 0:
-            _prepare_folder(folder, config)
+            write_config(folder, config)
+            write_status(folder, "running", step=0)
         trainer = config.build()
         trainer.train()
     except ConfigError as error:
@@ -50,11 +51,14 @@ def run(config: Any) -> int:
     return 0
 
 
-def _prepare_folder(folder: Path, config: Any) -> None:
-    """Make the output directory and write the resolved configuration into it."""
+def write_config(folder: Path, config: Any) -> None:
+    """Make the output directory and write the resolved configuration into it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_status(folder, "running", step=0)
         (folder / "config.toml").write_text(to_toml(config, RULES), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
