@@ -5,16 +5,10 @@ Nothing here imports torch before the configuration is checked.
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
 import sys
-from typing import Any
 
-from titan_rl.config.entry import read_checked
-from titan_rl.errors import ConfigError
-
-USAGE = "usage: torchrun [...] -m titan_rl.train CONFIG.toml [--section.key value ...]"
+from titan_rl.trainers.command import start
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,44 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: Without the program's name; the process's own by default.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(f"{USAGE}\nAll keys: docs/configuration.md.")
-        return 0 if arguments else 2
-    try:
-        document, trainer = read_checked(arguments[0], arguments[1:])
-        _check_launch()
-    except ConfigError as error:
-        return _refuse(error)
-    return _run(document, trainer)
-
-
-def _check_launch() -> None:
-    if "RANK" not in os.environ:
-        raise ConfigError(
-            "The process",
-            "be started by torchrun",
-            "no RANK in the environment",
-            "Run `torchrun --standalone --nproc-per-node 1 -m titan_rl.train CONFIG.toml`.",
-        )
-
-
-def _refuse(error: ConfigError) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"ConfigError: {error}", file=sys.stderr)
-    return 2
-
-
-def _run(document: Any, trainer_name: str) -> int:
-    """Import torch and TorchTitan, build the trainer and train."""
-    # Imported here so that a mistake in the file is reported in a second, without loading torch.
-    configuration = importlib.import_module("titan_rl.trainers.configuration")
-    session = importlib.import_module("titan_rl.trainers.session")
-    try:
-        config = configuration.configure(document, trainer_name)
-    except ConfigError as error:
-        return _refuse(error)
-    return session.run(config)
+    return start(arguments, module="titan_rl.train")
 
 
 if __name__ == "__main__":

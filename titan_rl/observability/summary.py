@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from titan_rl.observability.progress import duration
 
@@ -41,9 +42,7 @@ class RunSummary:
 
     def write(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_json(path, asdict(self))
 
     def text(self) -> str:
         """Format for a person."""
@@ -63,6 +62,13 @@ class RunSummary:
 def _stage_line(name: str, seconds: float, tokens: int | None) -> str:
     rate = f", {tokens / seconds:,.0f} tokens/s" if tokens and seconds > 0 else ""
     return f"  {name + ':':<12} {seconds:.1f} s{rate}"
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file, whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
 
 
 def read_scores(path: Path) -> Mapping[int, float]:

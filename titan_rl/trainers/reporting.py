@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from titan_rl.errors import TitanRLError
 from titan_rl.observability.progress import progress_line
 from titan_rl.observability.recorder import RolloutRecorder
-from titan_rl.observability.summary import RunSummary, read_scores
+from titan_rl.observability.summary import RunSummary, read_scores, write_json
 from titan_rl.rollout.evaluation import total_up
 from titan_rl.rollout.runner import RunStats
 from titan_rl.titan.api import logger
@@ -31,10 +31,15 @@ _STAGES = ("generate", "score", "train", "sync", "evaluate", "checkpoint")
 class Reporter:
     """Collects, reduces over ranks, and writes. Its collective methods are called on every rank."""
 
-    def __init__(self, trainer: RLTrainer) -> None:
-        """Bind a trainer whose collaborators are built."""
+    def __init__(self, trainer: RLTrainer, *, folder: Path | None = None) -> None:
+        """Bind a trainer whose collaborators are built.
+
+        Args:
+            trainer: Whose numbers.
+            folder: Where files go; the run's ``dump_folder`` by default.
+        """
         self._trainer, self._collectives = trainer, trainer.collectives
-        self._folder = Path(trainer.config.dump_folder)
+        self._folder = folder or Path(trainer.config.dump_folder)
         self._recorder = RolloutRecorder(self._folder / "rollouts", self._collectives.rank)
         self._summary = RunSummary()
         self._padding: list[tuple[float, int]] = []
@@ -69,8 +74,12 @@ class Reporter:
         """Remember how much of this rank's rows was padding."""
         self._padding.append((fraction, num_micro_batches))
 
-    def evaluation(self, groups: Sequence[Group]) -> None:
-        """Reduce and report one evaluation."""
+    def evaluation(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Reduce and report one evaluation.
+
+        Returns:
+            The metrics, over all ranks; empty when nothing was scored.
+        """
         trainer = self._trainer
         section = trainer.config.evaluation
         self._recorder.record("evaluation", trainer.step, groups)
@@ -78,7 +87,7 @@ class Reporter:
             asdict(total_up(groups, pass_threshold=section.pass_threshold)), "sum"
         )
         if not totals["num_prompts"]:
-            return
+            return {}
         scored, prompts = totals["num_scored"], totals["num_prompts"]
         metrics = {
             "evaluation/score": totals["num_passed"] / scored,
@@ -98,6 +107,30 @@ class Reporter:
             int(prompts),
             metrics["evaluation/reward_mean"],
         )
+        return metrics
+
+    def write_evaluation(self, metrics: Mapping[str, float]) -> Path:
+        """Write one evaluation, what was scored and how, as ``step-NNNNNN.json``.
+
+        Args:
+            metrics: From :meth:`evaluation`.
+
+        Returns:
+            The file.
+        """
+        trainer, section = self._trainer, self._trainer.config.evaluation
+        path = self._folder / f"step-{trainer.step:06d}.json"
+        content = {
+            "step": trainer.step,
+            "policy_version": trainer.state.policy_version,
+            "num_prompts": self._summary.num_evaluated,
+            "samples_per_prompt": section.samples_per_prompt,
+            "temperature": section.temperature,
+            "pass_threshold": section.pass_threshold,
+        } | {name.removeprefix("evaluation/"): value for name, value in metrics.items()}
+        if self._collectives.rank == 0:
+            write_json(path, content)
+        return path
 
     def iteration(
         self,

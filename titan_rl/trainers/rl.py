@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -19,7 +20,7 @@ from titan_rl.batching.micro_batch import MicroBatch, padding_fraction
 from titan_rl.batching.pack import pack
 from titan_rl.batching.steps import split_into_steps
 from titan_rl.config.choice import Choice, build
-from titan_rl.errors import NonFiniteError, TitanRLError
+from titan_rl.errors import ConfigError, NonFiniteError, TitanRLError
 from titan_rl.generation.registry import GENERATORS
 from titan_rl.generation.vllm import VllmGenerator
 from titan_rl.observability.stages import StageTimer
@@ -66,6 +67,7 @@ class RLTrainer(Trainer):
     class Config(Trainer.Config):
         """TorchTitan's sections, and ours."""
 
+        # Suppressed: it follows [model], which is settled before tyro reads TorchTitan's command line.
         hf_assets_path: Annotated[str, tyro.conf.Suppress] = ""
         model: ModelSection = field(default_factory=ModelSection)
         """Which model."""
@@ -75,7 +77,10 @@ class RLTrainer(Trainer):
             default_factory=lambda: grpo.preset().advantage
         )
         """Rewards of a group to advantages."""
-        loss: PolicyLoss.Config = field(default_factory=lambda: grpo.preset().loss)
+        # TorchTitan types these fields by their base classes; each is built by its own class alone.
+        loss: PolicyLoss.Config = field(  # pyrefly: ignore[bad-override]
+            default_factory=lambda: grpo.preset().loss
+        )
         """Ratio, surrogate, correction, aggregation and KL."""
         data: DataSection = field(default_factory=DataSection)
         """Prompts."""
@@ -97,15 +102,20 @@ class RLTrainer(Trainer):
         """Scores on held-out prompts."""
         resilience: ResilienceSection = field(default_factory=ResilienceSection)
         """When to give up."""
-        dataloader: NoDataLoader.Config = field(default_factory=NoDataLoader.Config)
-        checkpoint: CheckpointManager.Config = field(
+        dataloader: NoDataLoader.Config = field(  # pyrefly: ignore[bad-override-mutable-attribute]
+            default_factory=NoDataLoader.Config
+        )
+        checkpoint: CheckpointManager.Config = field(  # pyrefly: ignore[bad-override-mutable-attribute]
             default_factory=lambda: CheckpointManager.Config(last_save_model_only=False)
         )
 
         def __post_init__(self) -> None:
             Trainer.Config.__post_init__(self)
 
-    config: Config
+    # Narrower than TorchTitan declares them, because the configuration above is.
+    config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
+    loss_fn: PolicyLoss  # pyrefly: ignore[bad-override]
+    checkpointer: CheckpointManager  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, config: Config) -> None:
         """Build the policy with TorchTitan, then everything around it.
@@ -123,14 +133,15 @@ class RLTrainer(Trainer):
         data = assembly.open_data(config, self.run_seed)
         super().__init__(config)
         self.policy = self.model_parts[0]
-        self.policy._skip_lm_head = True  # the head is applied to trained tokens only, in chunks
+        # The head is applied to trained tokens only, in chunks.
+        self.policy._skip_lm_head = True  # pyrefly: ignore[bad-argument-type]  # typed as any nn.Module
         self.collectives = Collectives(self.parallel_dims, self.device)
         self.needs = self.loss_fn.needs(steps_per_iteration=config.algorithm.steps_per_iteration)
         self.advantage = build(config.advantage)
         self.needs |= self.advantage.needs
         self.state = RunState(seed=self.run_seed, data_fingerprint=data.fingerprint)
-        self.checkpointer.states = getattr(self.checkpointer, "states", {})
-        self.checkpointer.states["rl_state"] = self.state
+        if self.config.checkpoint.enable:  # otherwise TorchTitan's checkpointer has no states
+            self.checkpointer.states["rl_state"] = self.state
         initial_weights.load(self)
         self.reference = self._reference_scorer()
         self.old_scorer = self._scorer(self.policy)
@@ -151,6 +162,7 @@ class RLTrainer(Trainer):
     def train(self) -> None:
         """Run iterations until ``training.steps`` optimiser steps are done."""
         self._resume()
+        self.report.start()
         self.sync_weights()
         if self.state.iteration == 0:
             self.evaluate()
@@ -172,6 +184,31 @@ class RLTrainer(Trainer):
                 is_last = self.step >= self.config.training.steps
                 self.checkpointer.save(self.step, last_step=is_last)
         self.report.finish()
+
+    def evaluate_only(self) -> None:
+        """Restore the newest checkpoint and score held-out prompts; nothing is trained.
+
+        Files go to ``<dump_folder>/evaluation``; those of the training run stay as they are.
+
+        Raises:
+            ConfigError: nothing is held out.
+        """
+        folder = Path(self.config.dump_folder) / "evaluation"
+        self.report = Reporter(self, folder=folder)
+        self._resume()
+        self.sync_weights()
+        metrics = self.evaluate()
+        if not metrics:
+            raise ConfigError(
+                "data.source",
+                "hold out prompts to be evaluated",
+                type(self.config.data.source).__qualname__,
+                "Set num_held_out, held_out_fraction or a held-out file or split.",
+            )
+        path = self.report.write_evaluation(metrics)
+        weights = f"the checkpoint of step {self.step}" if self.step else "the initial weights"
+        shown = "  ".join(f"{name.removeprefix('evaluation/')} {v:.4g}" for name, v in metrics.items())
+        logger.info("Evaluated %s: %s\n  written to %s", weights, shown, path)
 
     # ------------------------------------------------------------------ stages of an iteration, in order
 
@@ -243,8 +280,8 @@ class RLTrainer(Trainer):
             self.generator.wake_up()
             self.last_push = self.sync.push(self.state.policy_version)
 
-    def evaluate(self) -> None:
-        """Score held-out prompts and report the result."""
+    def evaluate(self) -> dict[str, float]:
+        """Score held-out prompts and report the result; empty when nothing is held out."""
         section = self.config.evaluation
         with self.timer.stage("evaluate"):
             prompts = self.data.held_out_prompts()
@@ -255,7 +292,7 @@ class RLTrainer(Trainer):
                 policy_version=self.state.policy_version,
                 purpose="evaluation",
             )
-        self.report.evaluation(groups)
+        return self.report.evaluation(groups)
 
     # ------------------------------------------------------------------------------------------ details
 
@@ -266,7 +303,6 @@ class RLTrainer(Trainer):
         """Restore the newest checkpoint of this run, if there is one."""
         self.timer, self._skipped_in_a_row = StageTimer(), 0
         self.checkpointer.load(step=self.config.checkpoint.load_step)
-        self.report.start()
         sampling, comm = self.config.sampling, self.config.comm
         # A rank may wait this long for the slowest one's rollouts.
         longest = max(2 * sampling.timeout_seconds, comm.train_timeout_seconds)

@@ -17,33 +17,34 @@ from titan_rl.titan.api import init_logger, logger
 from titan_rl.trainers.configuration import RULES
 
 
-def run(config: Any) -> int:
-    """Build a trainer from its configuration and train.
+def run(config: Any, *, evaluate_only: bool = False) -> int:
+    """Build a trainer from its configuration, and train or evaluate.
 
     Args:
         config: From :func:`titan_rl.trainers.configuration.configure`.
+        evaluate_only: Score held-out prompts and leave configuration and status of the run as they are.
 
     Returns:
         0 when the run did what was asked; 2 for the user's input; 1 otherwise. The cause is one line on
         standard error and in ``status.json``; the traceback of an unexpected error is printed too.
     """
     init_logger()
-    folder, rank = Path(config.dump_folder), int(os.environ["RANK"])
-    trainer = None
+    folder, trainer = Path(config.dump_folder), None
+    writes_status = int(os.environ["RANK"]) == 0 and not evaluate_only
     try:
-        if rank == 0:
+        if evaluate_only:  # its results are one file of their own
+            config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
+        if writes_status:
             write_config(folder, config)
             write_status(folder, "running", step=0)
         trainer = config.build()
-        trainer.train()
-    except ConfigError as error:
-        return _fail(folder, rank, trainer, f"ConfigError: {error}", code=2)
-    except TitanRLError as error:
-        return _fail(folder, rank, trainer, f"{type(error).__name__}: {error}", code=1)
+        trainer.evaluate_only() if evaluate_only else trainer.train()
     except Exception as error:
-        traceback.print_exc()
-        return _fail(folder, rank, trainer, f"{type(error).__name__}: {error}", code=1)
-    if rank == 0:
+        if not isinstance(error, TitanRLError):
+            traceback.print_exc()
+        _fail(trainer, error, folder=folder if writes_status else None)
+        return 2 if isinstance(error, ConfigError) else 1
+    if writes_status:
         write_status(folder, "done", step=trainer.step)
     trainer.close()
     if dist.is_initialized():
@@ -69,14 +70,15 @@ def write_config(folder: Path, config: Any) -> None:
         ) from error
 
 
-def _fail(folder: Path, rank: int, trainer: Any, cause: str, *, code: int) -> int:
-    step = getattr(trainer, "step", 0)
-    print(f"[rank {rank}] {cause}", file=sys.stderr, flush=True)
-    if rank == 0 and folder.is_dir():
-        write_status(folder, "failed", step=step, cause=cause)
+def _fail(trainer: Any, error: Exception, *, folder: Path | None) -> None:
+    """Say the cause, leave it in ``status.json`` of ``folder``, and release what the trainer holds."""
+    name = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
+    cause = f"{name}: {error}"
+    print(f"[rank {os.environ['RANK']}] {cause}", file=sys.stderr, flush=True)
+    if folder is not None and folder.is_dir():
+        write_status(folder, "failed", step=getattr(trainer, "step", 0), cause=cause)
     if trainer is not None:
         try:
             trainer.close()
         except Exception:
             logger.exception("Closing after a failure failed too.")
-    return code
