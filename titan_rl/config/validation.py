@@ -10,7 +10,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jsonschema import Draft202012Validator, ValidationError, validators
+from jsonschema import (  # pyrefly: ignore[untyped-import]  # it has no stubs
+    Draft202012Validator,
+    ValidationError,
+    validators,
+)
 
 from titan_rl.config.locations import KeyPath, Locate, show_path, show_where
 from titan_rl.config.registry import alternatives, nearest, suggest, unknown_name

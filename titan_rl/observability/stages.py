@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 
@@ -22,7 +22,7 @@ class StageTimer:
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> Generator[None]:
         """Count the time of a block towards a stage."""
         started = time.perf_counter()
         try:

@@ -52,7 +52,7 @@ def token_scores(
     equally often, with an empty micro-batch if it has nothing.
 
     Args:
-        model: A TorchTitan decoder with ``_skip_lm_head`` set, so that it returns hidden states ``[B, T, D]``.
+        model: A TorchTitan decoder with ``_skip_lm_head`` set: it returns hidden states ``[B, T, D]``.
         micro_batch: On the model's device.
         temperature: Logits are divided by it.
         prepare: Builds the model's arguments.

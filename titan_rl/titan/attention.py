@@ -179,7 +179,8 @@ def _dense_mask(mask: BlockMask, num_queries: int, num_keys: int) -> torch.Tenso
     dense = getattr(mask, "_titan_rl_dense", None)
     if dense is None:
         with torch.no_grad():
-            dense = create_mask(mask.mask_mod, mask.shape[0], 1, num_queries, num_keys, device="cpu")
+            rows, heads = mask.shape[:2]
+            dense = create_mask(mask.mask_mod, rows, heads, num_queries, num_keys, device="cpu")
         mask._titan_rl_dense = dense  # type: ignore[attr-defined]
     return dense
 
@@ -208,7 +209,8 @@ def install(titan_attention: types.ModuleType, titan_decoder: types.ModuleType) 
         titan_attention: The module ``torchtitan.models.common.attention``.
         titan_decoder: The module ``torchtitan.models.common.decoder``.
     """
-    titan_attention._compiled_create_block_mask = create_block_mask
+    attention: Any = titan_attention
+    attention._compiled_create_block_mask = create_block_mask
     decoder = titan_decoder.Decoder
     original = decoder._create_flex_attention_mask_for_document
 

@@ -28,6 +28,8 @@ from torchtitan.protocols.model_spec import ModelSpec
 from titan_rl.errors import ConfigError
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama3", "Qwen3ForCausalLM": "qwen3"}
+_DEFAULTS: dict[str, dict[str, Any]] = {"llama3": {}, "qwen3": {"num_key_value_heads": 32, "head_dim": 128}}
+"""What transformers takes where ``config.json`` is silent, if it is not derived from other keys."""
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
@@ -46,9 +48,12 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
             "`python -m titan_rl.tools.smollm2 models/smollm2-135m`.",
         )
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), "be valid JSON", str(error), "Download or write it again.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(str(path), "be a JSON object", content, "Download or write it again.")
+    return content
 
 
 def spec_from_hf(directory: Path, *, attn_backend: str = "flex") -> ModelSpec:
@@ -72,6 +77,7 @@ def spec_from_hf(directory: Path, *, attn_backend: str = "flex") -> ModelSpec:
             names,
             "Use model.name and model.flavor for TorchTitan's other models.",
         )
+    hf = _DEFAULTS[kind] | hf
     _refuse_unsupported(hf, where, kind)
     build = _llama_config if kind == "llama3" else _qwen3_config
     return ModelSpec(
@@ -96,14 +102,16 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
     """
     model: Any = spec.model
     kind = {v: k for k, v in ARCHITECTURES.items()}.get(spec.name)
-    block = model.layers[0] if getattr(model, "layers", None) else None
-    if kind is None or block is None or block.feed_forward is None:
+    layers = getattr(model, "layers", None) or []
+    is_known = kind is not None and layers and all(layer.feed_forward is not None for layer in layers)
+    if not is_known or layers[0].attention.rope.scaling not in ("none", "llama"):
         raise ConfigError(
             "model",
             f"be one of {', '.join(ARCHITECTURES)} to be written in Hugging Face layout",
             f"{spec.name} {spec.flavor}",
-            'Set generator.type = "local" and export = false.',
+            'Set generator.type = "local" and model.export = false.',
         )
+    block = layers[0]
     attention, rope = block.attention, block.attention.rope
     num_heads = attention.n_heads
     config: dict[str, Any] = {
@@ -120,9 +128,9 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
         "intermediate_size": block.feed_forward.w1.out_features,
         "max_position_embeddings": rope.max_seq_len,
         "num_attention_heads": num_heads,
-        "num_hidden_layers": len(model.layers),
+        "num_hidden_layers": len(layers),
         "num_key_value_heads": attention.n_kv_heads or num_heads,
-        "rms_norm_eps": model.norm.eps if model.norm.eps is not None else 1e-5,
+        "rms_norm_eps": model.norm.eps,
         "rope_theta": rope.theta,
         "rope_scaling": None,
         "tie_word_embeddings": model.enable_weight_tying,
@@ -139,13 +147,26 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
     return config
 
 
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+
+
 def _refuse_unsupported(hf: dict[str, Any], where: str, kind: str) -> None:
     """Refuse what TorchTitan's model would silently compute differently."""
+    windows = {kind for kind in hf.get("layer_types") or () if kind != "full_attention"}
     checks = [
         ("attention_bias", hf.get("attention_bias", False), False),
         ("mlp_bias", hf.get("mlp_bias", False), False),
         ("hidden_act", hf.get("hidden_act", "silu"), "silu"),
         ("use_sliding_window", hf.get("use_sliding_window", False), False),
+        ("layer_types", sorted(windows) or ["full_attention"], ["full_attention"]),
+        ("partial_rotary_factor", _rope_parameters(hf)[1].get("partial_rotary_factor", 1.0), 1.0),
         ("quantization_config", hf.get("quantization_config"), None),
     ]
     for key, value, wanted in checks:
@@ -163,6 +184,8 @@ def _rope_parameters(hf: dict[str, Any]) -> tuple[float, dict[str, Any]]:
     parameters = dict(hf.get("rope_parameters") or {})
     scaling = dict(hf.get("rope_scaling") or {})
     theta = parameters.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
+    if "partial_rotary_factor" in hf:
+        parameters.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
     return float(theta), {**parameters, **scaling}
 
 
@@ -173,14 +196,19 @@ def _rope(hf: dict[str, Any], where: str, head_dim: int, kind: type[RoPE.Config]
     if name in ("default", "none"):
         return kind(**common, scaling="none")
     if name == "llama3" and kind is ComplexRoPE.Config:
-        return kind(
-            **common,
-            scaling="llama",
-            scaling_factor=float(scaling["factor"]),
-            low_freq_factor=float(scaling["low_freq_factor"]),
-            high_freq_factor=float(scaling["high_freq_factor"]),
-            original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
-        )
+        try:
+            return kind(
+                **common,
+                scaling="llama",
+                scaling_factor=float(scaling["factor"]),
+                low_freq_factor=float(scaling["low_freq_factor"]),
+                high_freq_factor=float(scaling["high_freq_factor"]),
+                original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
+            )
+        except KeyError as error:
+            raise ConfigError(
+                f"{where}: rope_scaling", f"hold {error}", scaling, "Download or write the file again."
+            ) from error
     raise ConfigError(
         f"{where}: rope_scaling",
         "be absent, or of type llama3 for a Llama model",
@@ -191,14 +219,12 @@ def _rope(hf: dict[str, Any], where: str, head_dim: int, kind: type[RoPE.Config]
 
 def _sizes(hf: dict[str, Any], where: str) -> tuple[int, int, int, int]:
     """Width, query heads, key-value heads and head dimension."""
-    try:
-        dim, heads = int(hf["hidden_size"]), int(hf["num_attention_heads"])
-        for key in ("num_hidden_layers", "intermediate_size", "vocab_size", "max_position_embeddings"):
-            int(hf[key])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            where, f"hold the integer {error}", "nothing", "Download or write the file again."
-        ) from error
+    for key in _SIZES:
+        if not isinstance(hf.get(key), int) or hf[key] < 1:
+            raise ConfigError(
+                f"{where}: {key}", "be a positive integer", hf.get(key), "Download or write the file again."
+            )
+    dim, heads = hf["hidden_size"], hf["num_attention_heads"]
     kv_heads = int(hf.get("num_key_value_heads") or heads)
     if heads % kv_heads:
         raise ConfigError(

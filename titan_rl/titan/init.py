@@ -25,7 +25,7 @@ def install(titan_module: types.ModuleType) -> None:
     def init_self_parameters(self: Any) -> None:
         sharded = {name: p for name, p in self._parameters.items() if _is_sharded_on_cpu(p)}
         for name, parameter in sharded.items():
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+            whole = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype)
             self._parameters[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         try:
             original(self)
@@ -33,7 +33,8 @@ def install(titan_module: types.ModuleType) -> None:
             drawn = {name: self._parameters[name].detach() for name in sharded}
             self._parameters.update(sharded)
         for name, parameter in sharded.items():
-            copy_full(parameter, drawn[name])
+            if not drawn[name].isnan().all():  # else it is left to another module, as tied weights are
+                copy_full(parameter, drawn[name])
 
     titan_module.Module._init_self_parameters = init_self_parameters
 

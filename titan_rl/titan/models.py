@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import torch
 import tyro
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models import _supported_models
+from torchtitan.models.common.config_utils import get_attention_config
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
@@ -24,6 +26,8 @@ from titan_rl.titan.hf_config import spec_from_hf
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
+
+_ATTN_BACKENDS = ("flex", "flex_flash", "varlen")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,10 +67,11 @@ def build_spec(section: ModelSection, *, context_parallel: bool = False) -> Mode
     Raises:
         ConfigError: the model, flavor or directory does not exist or is not supported.
     """
+    backend = _attn_backend(section.attn_backend)
     if section.name:
-        spec = _spec_by_name(section)
+        spec = _spec_by_name(section, backend)
     elif section.hf_assets_path:
-        spec = spec_from_hf(Path(section.hf_assets_path), attn_backend=section.attn_backend)
+        spec = spec_from_hf(Path(section.hf_assets_path), attn_backend=backend)
     else:
         raise ConfigError(
             "model",
@@ -79,7 +84,22 @@ def build_spec(section: ModelSection, *, context_parallel: bool = False) -> Mode
     return spec
 
 
-def _spec_by_name(section: ModelSection) -> ModelSpec:
+def _attn_backend(name: str) -> str:
+    """TorchTitan's attention to build with. On a CPU flex, which :func:`use_cpu_attention` then replaces."""
+    try:
+        if name not in _ATTN_BACKENDS:
+            raise ValueError(f"TorchTitan has {', '.join(_ATTN_BACKENDS)}")
+        if titan_utils.device_type == "cpu":
+            return "flex"
+        get_attention_config(name)
+    except ValueError as error:
+        raise ConfigError(
+            "model.attn_backend", "be an attention that works on this device", name, f"{error}."
+        ) from error
+    return name
+
+
+def _spec_by_name(section: ModelSection, attn_backend: str) -> ModelSpec:
     """A spec from TorchTitan's or a user's ``model_registry``."""
     path = f"torchtitan.models.{section.name}" if section.name in _supported_models else section.name
     try:
@@ -100,7 +120,7 @@ def _spec_by_name(section: ModelSection) -> ModelSpec:
             'See docs/models.md, "your own model".',
         )
     try:
-        return registry(section.flavor, attn_backend=section.attn_backend)
+        return registry(section.flavor, attn_backend=attn_backend)
     except (KeyError, ValueError) as error:
         flavors = next((sorted(v) for k, v in vars(module).items() if k.endswith("_configs")), [])
         raise ConfigError(
@@ -175,4 +195,4 @@ def copy_shards(source: nn.Module, target: nn.Module) -> None:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
@@ -56,4 +56,5 @@ def section_from_optimizer(config: OptimizersContainer.Config) -> OptimizerSecti
         return OptimizerSection(implementation=config.implementation)
     group = config.param_groups[0]
     known = {k: v for k, v in group.optimizer_kwargs.items() if k in ("lr", "betas", "eps", "weight_decay")}
-    return OptimizerSection(name=group.optimizer_name, implementation=config.implementation, **known)
+    name: Any = group.optimizer_name
+    return OptimizerSection(name=name, implementation=config.implementation, **known)

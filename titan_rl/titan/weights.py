@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -138,6 +138,7 @@ def load_hf(model: nn.Module, adapter: BaseStateDictAdapter | None, directory: s
     names = _index_files(Path(directory))
     tied = bool(getattr(model, "enable_weight_tying", False))
     if tied and TIED_EMBEDDING in names:
+        _check_tied(names, directory)
         names[TIED_HEAD] = names[TIED_EMBEDDING]
     unused = set(names)
     for prefix, module in parts(model):
@@ -160,6 +161,19 @@ def load_hf(model: nn.Module, adapter: BaseStateDictAdapter | None, directory: s
         )
 
 
+def _check_tied(names: Mapping[str, Path], directory: str) -> None:
+    """Refuse a head of its own beside an embedding that the model ties to the head."""
+    if TIED_HEAD not in names:
+        return
+    if not torch.equal(_read(names[TIED_HEAD], TIED_HEAD), _read(names[TIED_EMBEDDING], TIED_EMBEDDING)):
+        raise ConfigError(
+            f"{directory}: {TIED_HEAD}",
+            f"equal {TIED_EMBEDDING} in a model that ties them",
+            "other values",
+            "Set tie_word_embeddings to false in its config.json.",
+        )
+
+
 def native_names(adapter: Any, hf_name: str) -> set[str]:
     """TorchTitan's name of a Hugging Face tensor, by the adapter's own table."""
     parts = hf_name.split(".")
@@ -172,12 +186,12 @@ def native_names(adapter: Any, hf_name: str) -> set[str]:
 def _load_part(
     module: nn.Module, prefix: str, native: Mapping[str, torch.Tensor], wanted: set[str], where: str
 ) -> None:
-    missing = wanted - set(native)
+    missing = sorted(wanted - set(native))
     if missing:
         raise ConfigError(
             where,
             "hold every parameter of the model",
-            f"no {sorted(missing)[0]} and {len(missing) - 1} more missing",
+            f"no {missing[0]}" + (f" and {len(missing) - 1} more missing" if missing[1:] else ""),
             "The weights are incomplete: download or convert them again.",
         )
     example = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
@@ -198,17 +212,40 @@ def _load_part(
 
 
 def _index_files(directory: Path) -> dict[str, Path]:
-    """Which safetensors file holds which tensor."""
-    names: dict[str, Path] = {}
-    for path in sorted(directory.glob("*.safetensors")):
+    """Which safetensors file holds which tensor: the files that the index names, or all if there is none."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
         try:
-            with safe_open(path, framework="pt") as file:
-                names.update(dict.fromkeys(file.keys(), path))
-        except Exception as error:  # safetensors raises its own Rust-side exception type
+            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
-                str(path), "be a readable safetensors file", str(error), "It is truncated or damaged."
+                str(index), 'be JSON with a "weight_map"', str(error), "Download it again."
             ) from error
+        paths = [directory / file for file in files]
+    else:
+        paths = sorted(directory.glob("*.safetensors"))
+    names: dict[str, Path] = {}
+    for path in paths:
+        for name in _tensor_names(path):
+            if name in names:
+                raise ConfigError(
+                    str(directory),
+                    "hold every tensor once",
+                    f"{name} in {names[name].name} and in {path.name}",
+                    "Remove the file that does not belong to the model.",
+                )
+            names[name] = path
     return names
+
+
+def _tensor_names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            str(path), "be a readable safetensors file", str(error), "It is missing, truncated or damaged."
+        ) from error
 
 
 def _read(path: Path, name: str) -> torch.Tensor:
@@ -231,7 +268,7 @@ def export_hf(
     Args:
         stream: ``(name, full tensor)`` pairs, consumed on all ranks.
         directory: Where to write; replaced if it exists.
-        hf_config: Contents of ``config.json``.
+        hf_config: Contents of ``config.json``; its ``dtype`` becomes the one that is written.
         assets: Directory with the tokenizer files, copied beside the weights; may be empty.
         is_tied: Leave out the head, which ``transformers`` ties to the embedding.
     """
@@ -240,13 +277,15 @@ def export_hf(
     if is_writer:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        write_assets(partial, hf_config=hf_config, assets=assets)
     writer = _ShardWriter(partial) if is_writer else None
     for name, tensor in stream:
         if writer is not None and not (is_tied and name == TIED_HEAD):
             writer.add(name, tensor)
     if writer is not None:
         writer.finish()
+        # The file's own dtype, or else transformers would round what was trained to another one.
+        described = {key: value for key, value in hf_config.items() if key != "torch_dtype"}
+        write_assets(partial, hf_config=described | {"dtype": writer.dtype}, assets=assets)
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
 
@@ -265,12 +304,14 @@ class _ShardWriter:
     """Collects tensors into safetensors files of at most 4 GiB and writes their index."""
 
     def __init__(self, directory: Path) -> None:
+        self.dtype = "float32"
         self._directory = directory
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = self._total_bytes = 0
         self._shards: list[tuple[str, Sequence[str]]] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
+        self.dtype = str(tensor.dtype).removeprefix("torch.")
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > _SHARD_BYTES:
             self._flush()

@@ -166,7 +166,7 @@ def _group_agreement(degree: int) -> Callable[[bool], bool] | None:
     if degree == 1:
         return None
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    groups = [
+    groups: list[Any] = [
         dist.new_group(list(range(i, i + degree)), backend="gloo") for i in range(0, world_size, degree)
     ]
     group, first = groups[rank // degree], rank // degree * degree

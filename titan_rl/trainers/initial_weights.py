@@ -68,5 +68,5 @@ def frozen_copy(trainer: RLTrainer, *, offload_to_cpu: bool) -> nn.Module:
     """A frozen sibling of the policy with the policy's weights of now, under the same parallelism."""
     model = build_sibling(trainer, offload_to_cpu=offload_to_cpu)
     copy_shards(trainer.policy, model)
-    model._skip_lm_head = True
+    model._skip_lm_head = True  # pyrefly: ignore[bad-argument-type]  # typed as any nn.Module
     return model

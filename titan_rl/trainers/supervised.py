@@ -183,9 +183,16 @@ class SupervisedTrainer(Trainer):
         """Which model."""
         data: SupervisedDataSection = field(default_factory=SupervisedDataSection)
         """Which documents."""
-        loss: CrossEntropyLoss.Config = field(default_factory=CrossEntropyLoss.Config)
-        dataloader: SupervisedDataLoader.Config = field(default_factory=SupervisedDataLoader.Config)
-        checkpoint: CheckpointManager.Config = field(default_factory=CheckpointManager.Config)
+        # TorchTitan types these fields by their base classes; each is built by its own class alone.
+        loss: CrossEntropyLoss.Config = field(  # pyrefly: ignore[bad-override-mutable-attribute]
+            default_factory=CrossEntropyLoss.Config
+        )
+        dataloader: SupervisedDataLoader.Config = field(  # pyrefly: ignore[bad-override-mutable-attribute]
+            default_factory=SupervisedDataLoader.Config
+        )
+        checkpoint: CheckpointManager.Config = field(  # pyrefly: ignore[bad-override-mutable-attribute]
+            default_factory=CheckpointManager.Config
+        )
 
         def __post_init__(self) -> None:
             Trainer.Config.__post_init__(self)
