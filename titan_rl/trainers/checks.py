@@ -1,13 +1,15 @@
-"""Contradictions between sections of an RL configuration, found before any process group exists."""
+"""Contradictions between sections of a configuration, found before any process group exists."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_rl.errors import ConfigError
+from titan_rl.rewards.spec import RewardSpec, check_specs
 
 if TYPE_CHECKING:
     from titan_rl.trainers.rl import RLTrainer
+    from titan_rl.trainers.supervised import SupervisedTrainer
 
 
 def check_config(config: RLTrainer.Config, *, world_size: int, device_type: str) -> None:
@@ -22,10 +24,76 @@ def check_config(config: RLTrainer.Config, *, world_size: int, device_type: str)
         ConfigError: the first contradiction found, naming both keys.
     """
     _check_parallelism(config, world_size)
+    check_ranks(config.parallelism, world_size)
+    check_specs([RewardSpec.from_table(table) for table in config.reward])
     _check_steps(config)
     _check_lengths(config)
     _check_sampling(config)
     _check_device(config, device_type)
+
+
+def check_supervised_config(config: SupervisedTrainer.Config, *, world_size: int) -> None:
+    """Refuse a supervised configuration that cannot do what it says.
+
+    Args:
+        config: The whole configuration.
+        world_size: Number of ranks of the run.
+
+    Raises:
+        ConfigError: the first contradiction found.
+    """
+    training, parallelism = config.training, config.parallelism
+    check_ranks(parallelism, world_size)
+    rows = training.local_batch_size * data_parallel_degree(parallelism, world_size)
+    if training.global_batch_size > 0 and training.global_batch_size % rows:
+        raise ConfigError(
+            "training.global_batch_size",
+            f"be a multiple of {rows} = training.local_batch_size x data-parallel ranks",
+            training.global_batch_size,
+            f"Set {-(-training.global_batch_size // rows) * rows}, or leave it out for {rows}.",
+        )
+
+
+def check_ranks(parallelism: Any, world_size: int) -> None:
+    """Refuse degrees of parallelism that do not make the number of ranks.
+
+    Args:
+        parallelism: TorchTitan's section.
+        world_size: Number of ranks of the run.
+
+    Raises:
+        ConfigError: naming the degrees and the number of ranks.
+    """
+    shard = parallelism.data_parallel_shard_degree
+    others = parallelism.data_parallel_replicate_degree * _model_parallel_degree(parallelism)
+    if shard != -1 and shard * others != world_size:
+        raise ConfigError(
+            "parallelism.data_parallel_shard_degree",
+            f"be {world_size} ranks divided by the product of the other degrees, {others}",
+            shard,
+            "Leave it out (-1 takes all ranks that are left), or start another number of ranks.",
+        )
+    if world_size % others:
+        raise ConfigError(
+            "parallelism.data_parallel_replicate_degree",
+            f"divide the {world_size} ranks, together with the tensor, pipeline and context degrees",
+            parallelism.data_parallel_replicate_degree,
+            f"Start a multiple of {others} ranks, or change a degree.",
+        )
+
+
+def data_parallel_degree(parallelism: Any, world_size: int) -> int:
+    """Ranks that train on rows of their own."""
+    return world_size // _model_parallel_degree(parallelism)
+
+
+def _model_parallel_degree(parallelism: Any) -> int:
+    """Ranks that hold one copy of the batch."""
+    return (
+        parallelism.tensor_parallel_degree
+        * parallelism.pipeline_parallel_degree
+        * parallelism.context_parallel_degree
+    )
 
 
 def _check_parallelism(config: RLTrainer.Config, world_size: int) -> None:

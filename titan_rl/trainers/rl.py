@@ -302,7 +302,13 @@ class RLTrainer(Trainer):
     def _resume(self) -> None:
         """Restore the newest checkpoint of this run, if there is one."""
         self.timer, self._skipped_in_a_row = StageTimer(), 0
-        self.checkpointer.load(step=self.config.checkpoint.load_step)
+        step = self.config.checkpoint.load_step
+        try:
+            self.checkpointer.load(step=step)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                "checkpoint.load_step", "name a checkpoint of this run", step, f"{error}."
+            ) from error
         sampling, comm = self.config.sampling, self.config.comm
         # A rank may wait this long for the slowest one's rollouts.
         longest = max(2 * sampling.timeout_seconds, comm.train_timeout_seconds)

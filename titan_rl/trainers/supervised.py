@@ -22,6 +22,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.resilience.seeds import derive_seed
 from titan_rl.titan.api import IGNORE_INDEX, BaseDataLoader, CheckpointManager, CrossEntropyLoss, Trainer
 from titan_rl.titan.models import ModelSection
+from titan_rl.trainers import assembly, checks
 from titan_rl.types import Prompt
 
 
@@ -198,7 +199,12 @@ class SupervisedTrainer(Trainer):
             Trainer.Config.__post_init__(self)
 
     def __init__(self, config: Config) -> None:
-        """Hand ``[data]`` to the data loader, then let TorchTitan build."""
+        """Hand ``[data]`` to the data loader, then let TorchTitan build.
+
+        Raises:
+            ConfigError: the configuration contradicts itself.
+        """
+        checks.check_supervised_config(config, world_size=assembly.world_size_from_env())
         config.dataloader = SupervisedDataLoader.Config(
             section=config.data, seed=config.debug.seed if config.debug.seed is not None else 0
         )

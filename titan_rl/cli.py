@@ -1,0 +1,119 @@
+"""The console script ``titan-rl``: look at an installation, check a file, prepare a model."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import titan_rl
+from titan_rl.config.entry import read_checked
+from titan_rl.errors import ConfigError, TitanRLError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one subcommand, and return the exit code: 2 for the user's input, 1 for any other failure.
+
+    Args:
+        arguments: Without the program's name; the process's own by default.
+    """
+    parser = _parser()
+    parsed, overrides = parser.parse_known_args(arguments)
+    if overrides and parsed.command != "validate":
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    try:
+        return parsed.run(parsed, overrides)
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        return 2
+    except TitanRLError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="titan-rl",
+        description="RL post-training as an ordinary TorchTitan trainer.",
+        epilog="Training: torchrun --standalone --nproc-per-node 1 -m titan_rl.train CONFIG.toml",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    doctor = commands.add_parser("doctor", help="check this installation", allow_abbrev=False)
+    doctor.add_argument("--json", action="store_true", help="print a JSON array instead of lines")
+    doctor.add_argument(
+        "--dump-folder", type=Path, default=Path("outputs"), metavar="DIR", help="where runs would write"
+    )
+    doctor.add_argument(
+        "--timeout", type=float, default=180.0, metavar="SECONDS", help="deadline of the slow checks (180)"
+    )
+    doctor.set_defaults(run=_doctor)
+
+    validate = commands.add_parser(
+        "validate",
+        help="check a configuration without starting anything",
+        usage="titan-rl validate CONFIG.toml [--world-size N] [--data] [--section.key value ...]",
+        allow_abbrev=False,
+    )
+    validate.add_argument("config", metavar="CONFIG.toml")
+    validate.add_argument(
+        "--world-size",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="number of ranks that torchrun will start",
+    )
+    validate.add_argument("--data", action="store_true", help="also open the prompts and encode each once")
+    validate.set_defaults(run=_validate)
+
+    prepare = commands.add_parser("prepare", help="make a model directory", allow_abbrev=False)
+    prepare.add_argument("model", choices=["smollm2"])
+    prepare.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR")
+    prepare.set_defaults(run=_prepare)
+
+    version = commands.add_parser("version", help="print the version", allow_abbrev=False)
+    version.set_defaults(run=_version)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+# Modules that import torch are loaded inside the subcommand that needs them, so that help and mistakes in a
+# file are answered at once.
+
+
+def _doctor(parsed: argparse.Namespace, _: list[str]) -> int:
+    doctor = importlib.import_module("titan_rl.tools.doctor")
+    checks = doctor.run_checks(parsed.dump_folder, timeout_seconds=parsed.timeout)
+    return doctor.report(checks, as_json=parsed.json)
+
+
+def _validate(parsed: argparse.Namespace, overrides: list[str]) -> int:
+    document, trainer = read_checked(parsed.config, overrides)
+    config: Any = importlib.import_module("titan_rl.trainers.configuration").configure(document, trainer)
+    validation = importlib.import_module("titan_rl.trainers.validation")
+    validation.check_run(config, trainer, world_size=parsed.world_size, opens_data=parsed.data)
+    print("\n".join(["ok", *validation.describe(config, trainer, world_size=parsed.world_size)]))
+    return 0
+
+
+def _prepare(parsed: argparse.Namespace, _: list[str]) -> int:
+    importlib.import_module("titan_rl.tools.smollm2").convert(parsed.output_dir)
+    return 0
+
+
+def _version(_parsed: argparse.Namespace, _: list[str]) -> int:
+    print(titan_rl.__version__)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
