@@ -98,9 +98,13 @@ def _doctor(parsed: argparse.Namespace, _: list[str]) -> int:
 
 def _validate(parsed: argparse.Namespace, overrides: list[str]) -> int:
     document, trainer = read_checked(parsed.config, overrides)
-    config: Any = importlib.import_module("titan_rl.trainers.configuration").configure(document, trainer)
-    validation = importlib.import_module("titan_rl.trainers.validation")
-    validation.check_run(config, trainer, world_size=parsed.world_size, opens_data=parsed.data)
+    configuration: Any = importlib.import_module("titan_rl.trainers.configuration")
+    validation: Any = importlib.import_module("titan_rl.trainers.validation")
+    try:
+        config = configuration.configure(document, trainer)
+        validation.check_run(config, trainer, world_size=parsed.world_size, opens_data=parsed.data)
+    except ConfigError as error:
+        raise document.located(error) from error
     print("\n".join(["ok", *validation.describe(config, trainer, world_size=parsed.world_size)]))
     return 0
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import tomli
 
-from titan_rl.config.locations import KeyPath, Location, show_where
+from titan_rl.config.locations import KeyPath, Location, ManyConfigError, show_where
 from titan_rl.config.scanner import scan_lines
 from titan_rl.errors import ConfigError
 
@@ -42,6 +42,14 @@ class Document:
             if key[:length] in self.locations:
                 return self.locations[key[:length]]
         return self.file, None
+
+    def located(self, error: ConfigError) -> ConfigError:
+        """Return an error about one of this document's keys with its file and line; any other as it is."""
+        path = tuple(error.where.split("."))
+        if path[:1] not in self.locations or isinstance(error, ManyConfigError):
+            return error
+        where = show_where(path, self.locate)
+        return ConfigError(where, error.constraint, error.got, error.remedy)
 
 
 def load_document(path: str | Path) -> Document:

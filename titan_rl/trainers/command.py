@@ -26,6 +26,7 @@ def start(arguments: list[str] | None, *, module: str, evaluate_only: bool = Fal
         print(f"usage: torchrun [...] -m {module} CONFIG.toml [--section.key value ...]")
         print("All keys: docs/configuration_rl.md and docs/configuration_supervised.md.")
         return 0 if arguments else 2
+    document = None
     try:
         document, trainer = read_checked(arguments[0], arguments[1:])
         if evaluate_only and trainer != "rl":
@@ -36,9 +37,10 @@ def start(arguments: list[str] | None, *, module: str, evaluate_only: bool = Fal
         config = configuration.configure(document, trainer)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"ConfigError: {error}", file=sys.stderr)
+            print(f"ConfigError: {error if document is None else document.located(error)}", file=sys.stderr)
         return 2
-    return importlib.import_module("titan_rl.trainers.session").run(config, evaluate_only=evaluate_only)
+    session = importlib.import_module("titan_rl.trainers.session")
+    return session.run(config, document, evaluate_only=evaluate_only)
 
 
 def _check_launch(module: str) -> None:

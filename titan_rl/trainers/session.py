@@ -11,17 +11,19 @@ from typing import Any
 import torch.distributed as dist
 
 from titan_rl.config.dump import to_toml
+from titan_rl.config.toml import Document
 from titan_rl.errors import ConfigError, TitanRLError
 from titan_rl.resilience.status import write_status
 from titan_rl.titan.api import init_logger, logger
 from titan_rl.trainers.configuration import RULES
 
 
-def run(config: Any, *, evaluate_only: bool = False) -> int:
+def run(config: Any, document: Document, *, evaluate_only: bool = False) -> int:
     """Build a trainer from its configuration, and train or evaluate.
 
     Args:
         config: From :func:`titan_rl.trainers.configuration.configure`.
+        document: What it was made from: errors name the file and line of a key.
         evaluate_only: Score held-out prompts and leave configuration and status of the run as they are.
 
     Returns:
@@ -40,7 +42,9 @@ def run(config: Any, *, evaluate_only: bool = False) -> int:
         trainer = config.build()
         trainer.evaluate_only() if evaluate_only else trainer.train()
     except Exception as error:
-        if not isinstance(error, TitanRLError):
+        if isinstance(error, ConfigError):
+            error = document.located(error)
+        elif not isinstance(error, TitanRLError):
             traceback.print_exc()
         _fail(trainer, error, folder=folder if writes_status else None)
         return 2 if isinstance(error, ConfigError) else 1
