@@ -69,7 +69,7 @@ def check_ranks(parallelism: Any, world_size: int) -> None:
     if shard != -1 and shard * others != world_size:
         raise ConfigError(
             "parallelism.data_parallel_shard_degree",
-            f"be {world_size} ranks divided by the product of the other degrees, {others}",
+            f"make {world_size} rank(s) when multiplied by the other degrees ({others})",
             shard,
             "Leave it out (-1 takes all ranks that are left), or start another number of ranks.",
         )
