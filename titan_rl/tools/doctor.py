@@ -106,8 +106,8 @@ def _start(probe: str) -> subprocess.Popen[str]:
 
 
 def _answer(process: subprocess.Popen[str], deadline: float) -> dict[str, Any]:
-    try:
-        output, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+    try:  # a second past the deadline, to read what is there already
+        output, errors = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()

@@ -1,0 +1,149 @@
+"""``titan-rl``: help without torch, validation of files, and exit codes."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import titan_rl
+from titan_rl import cli
+
+ROOT = Path(__file__).parents[2]
+DEBUG = """\
+dump_folder = "unused"
+
+[model]
+hf_assets_path = "titan_rl/assets/tiny_llama"
+allow_random_init = true
+
+[data]
+prompts_per_iteration = 6
+max_prompt_tokens = 16
+
+[data.source]
+type = "arithmetic"
+
+[[reward]]
+type = "exact_match"
+
+[sampling]
+group_size = 4
+max_tokens = 16
+
+[algorithm]
+steps_per_iteration = 2
+
+[generator]
+type = "vllm"
+tensor_parallel_degree = 2
+
+[training]
+steps = 8
+seq_len = 96
+local_batch_size = 2
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(DEBUG, encoding="utf-8")
+    return str(path)
+
+
+def test_help_version_and_mistakes_load_no_torch(tmp_path):
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[training]\nstps = 3\n", encoding="utf-8")
+    script = (
+        "import sys\nfrom titan_rl.cli import main\n"
+        "for arguments in (['--help'], ['version'], ['validate', sys.argv[1]]):\n"
+        "    try:\n        print('code', main(arguments))\n"
+        "    except SystemExit as end:\n        print('code', end.code)\n"
+        "print('torch' in sys.modules, 'vllm' in sys.modules)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(broken)], capture_output=True, text=True, check=True
+    )
+    lines = run.stdout.splitlines()
+    assert [line for line in lines if line.startswith("code")] == ["code 0", "code 0", "code 2"]
+    assert titan_rl.__version__ in lines
+    assert lines[-1] == "False False"
+    assert "broken.toml:2: training.stps" in run.stderr
+    assert "Did you mean 'steps'?" in run.stderr
+
+
+def test_validate_prints_ok_and_what_the_numbers_amount_to(file, capsys):
+    assert cli.main(["validate", file, "--world-size", "4", "--training.local_batch_size", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "ok"
+    numbers = {name: value.strip() for name, value in (line.split(":", 1) for line in lines[1:])}
+    assert numbers["iterations"] == "4"
+    assert numbers["prompts"] == "6 per iteration"
+    assert numbers["samples"] == "24 per iteration, 4 per prompt"
+    assert numbers["optimiser steps"] == "8, 2 per iteration"
+    assert numbers["generators"] == "2 of 2 rank(s), at most 3 prompts each"
+    # A generator has at most 2 of its 3 groups in a step: 8 samples over its 2 ranks; 3 fit into a row of 96.
+    assert numbers["rows"] == "at most 2 of 96 tokens per rank and step"
+    assert numbers["micro-batches"] == "at most 2 per rank and step, of 1 row(s)"
+
+
+def test_validate_refuses_a_number_of_ranks_that_does_not_fit(file, capsys):
+    assert cli.main(["validate", file, "--world-size", "3"]) == 2
+    error = capsys.readouterr().err
+    assert f"{file}:26: generator.tensor_parallel_degree must divide the number of ranks (3); got 2." in error
+
+
+def test_validate_opens_the_prompts_only_when_asked(file, capsys):
+    source = ["--data.source.type", "jsonl", "--data.source.path", "/nowhere/prompts.jsonl"]
+    source += ["--data.source.prompt_column", "question", "--generator.tensor_parallel_degree", "1"]
+    assert cli.main(["validate", file, *source]) == 0
+    assert cli.main(["validate", file, "--data", *source]) == 2
+    assert "/nowhere/prompts.jsonl" in capsys.readouterr().err
+
+
+def test_validate_counts_the_rows_of_a_supervised_run(tmp_path, capsys):
+    path = tmp_path / "sft.toml"
+    text = (
+        'trainer = "supervised"\n[model]\nhf_assets_path = "titan_rl/assets/tiny_llama"\n'
+        "[training]\nsteps = 5\nseq_len = 128\nlocal_batch_size = 2\nglobal_batch_size = 16\n"
+    )
+    path.write_text(text, encoding="utf-8")
+    assert cli.main(["validate", str(path), "--world-size", "4"]) == 0
+    assert "rows:                  16 of 128 tokens per step" in capsys.readouterr().out
+    assert cli.main(["validate", str(path), "--world-size", "3"]) == 2
+    assert f"{path}:8: training.global_batch_size must be a multiple of 6" in capsys.readouterr().err
+
+
+def test_arguments_that_no_subcommand_knows_are_refused(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["version", "--training.steps", "5"])
+    assert end.value.code == 2
+    assert "unrecognized arguments: --training.steps 5" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        cli.main(["validate", "x.toml", "--world-size", "0"])
+    assert end.value.code == 2
+
+
+def test_prepare_refuses_a_directory_that_it_did_not_write(tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("keep me", encoding="utf-8")
+    assert cli.main(["prepare", "smollm2", str(tmp_path)]) in (1, 2)
+    assert str(tmp_path) in capsys.readouterr().err
+    assert (tmp_path / "mine.txt").read_text(encoding="utf-8") == "keep me"
+
+
+def test_the_doctor_prints_json_and_fails_on_a_failed_check(monkeypatch, capsys):
+    doctor = importlib.import_module("titan_rl.tools.doctor")
+    checks = [doctor.Check("a", "ok", "1"), doctor.Check("b", "FAIL", "2", "Repair it.")]
+    monkeypatch.setattr(doctor, "run_checks", lambda dump_folder, *, timeout_seconds: checks)
+    assert cli.main(["doctor", "--json"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == [
+        {"name": "a", "status": "ok", "value": "1", "remedy": ""},
+        {"name": "b", "status": "FAIL", "value": "2", "remedy": "Repair it."},
+    ]
+    checks.pop()
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 checks: 0 failed, 0 warned."
