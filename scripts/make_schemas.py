@@ -1,4 +1,4 @@
-"""Write the JSON Schemas and the configuration reference from the dataclasses: python scripts/make_schemas.py."""
+"""Write the JSON Schemas and the configuration reference from the dataclasses (or --check them)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ def render() -> dict[Path, str]:
     files = {}
     for trainer in TRAINER_CONFIGS:
         schema = make_schema(default_config(trainer), RULES)
+        which = "Reinforcement learning, the default." if trainer == "rl" else "Pretraining and SFT."
+        schema["properties"]["trainer"] = {"description": which, "enum": [trainer]}
         files[ROOT / "titan_rl" / "schemas" / f"{trainer}.json"] = json.dumps(schema, indent=1) + "\n"
         files[ROOT / "docs" / f"configuration_{trainer}.md"] = make_reference(schema)
     return files

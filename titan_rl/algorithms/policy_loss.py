@@ -149,7 +149,8 @@ def _metrics(inputs: LossInputs, ratio: Ratio, surrogate: SurrogateOutput) -> di
         return torch.where(inputs.loss_mask, values, 0.0).amax()
 
     old = inputs.policy_logprobs if inputs.old_logprobs is None else inputs.old_logprobs
-    mismatch = mismatch_sums(old, inputs.generator_logprobs, inputs.loss_mask)
+    # Against the policy as it is now: on an iteration's first step the weights are the generator's.
+    mismatch = mismatch_sums(inputs.policy_logprobs.detach(), inputs.generator_logprobs, inputs.loss_mask)
     count = torch.as_tensor(inputs.num_loss_tokens).clamp(min=1)
     metrics = {
         "ratio/mean": mean(ratio.ratio),

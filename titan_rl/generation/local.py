@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge
 
 from titan_rl.errors import GeneratorError
 from titan_rl.functional.checksum import tensor_checksum
@@ -70,8 +70,6 @@ class LocalGenerator:
         """Most requests that are decoded together; further ones wait. The KV cache grows with it."""
         max_num_batched_tokens: Annotated[int, Ge(1)] = 8192
         """Most tokens, padding included, of one forward pass over prompts; a longer prompt goes alone."""
-        timeout_seconds: Annotated[float, Gt(0)] = 3600.0
-        """Longest that the completions of one iteration may take, for those who call ``completions``."""
 
     def __init__(self, config: Config, context: GeneratorContext) -> None:
         """Build the model; no communication. It serves nothing until the first :meth:`load_weights`.
@@ -128,7 +126,7 @@ class LocalGenerator:
                 if time.monotonic() >= deadline:
                     raise GeneratorError(
                         f"Completions must finish within {timeout_seconds:g} s; got {len(self._in_flight)} "
-                        f"unfinished: {name_some(list(self._in_flight))}. Raise generator.timeout_seconds or "
+                        f"unfinished: {name_some(list(self._in_flight))}. Raise sampling.timeout_seconds or "
                         "lower sampling.max_tokens."
                     )
                 self._step()

@@ -62,6 +62,9 @@ def token_scores(
     hidden = model(inputs, **kwargs)
     mask = micro_batch.loss_mask
     head: Any = model.lm_head
+    if isinstance(head, FSDPModule):
+        # With fsdp_reshard_after_forward = "always" it is sharded again by now; otherwise nothing happens.
+        head.unshard()
     logprobs, entropy = chunked_logprobs(
         hidden[mask],
         head.weight,

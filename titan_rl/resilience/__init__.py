@@ -1,1 +1,1 @@
-"""What makes a run repeatable and safe to stop: seeds, run state, status file, directory lock."""
+"""What makes a run repeatable and safe to stop: seeds, run state, status file."""

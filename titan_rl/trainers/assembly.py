@@ -129,12 +129,24 @@ def weight_stream(trainer: RLTrainer) -> WeightStream:
     return WeightStream(trainer.policy, state_dict_adapter(trainer))
 
 
-def hf_config(trainer: RLTrainer) -> dict[str, Any]:
-    """``config.json`` of the policy: the directory's own where the model was built from it."""
-    section = trainer.config.model
+def needs_hf_config(config: Any) -> bool:
+    """Whether a run writes its model in Hugging Face layout: for vLLM, or for the export."""
+    return config.model.export or isinstance(getattr(config, "generator", None), VllmGenerator.Config)
+
+
+def hf_config(config: Any) -> dict[str, Any]:
+    """``config.json`` of the policy: the directory's own where the model was built from it.
+
+    Args:
+        config: A trainer's configuration, before TorchTitan's trainer is built from it.
+
+    Raises:
+        ConfigError: the model has no Hugging Face counterpart that can be written.
+    """
+    section = config.model
     if not section.name and section.hf_assets_path:
         return read_hf_config(Path(section.hf_assets_path))
-    return hf_from_spec(cast(ModelSpec, trainer.config.model_spec))
+    return hf_from_spec(cast(ModelSpec, config.model_spec))
 
 
 def build_generator(trainer: RLTrainer, data: RunData) -> Generator:
@@ -144,7 +156,7 @@ def build_generator(trainer: RLTrainer, data: RunData) -> Generator:
     if isinstance(config.generator, VllmGenerator.Config):
         directory = Path(config.dump_folder) / "generator"
         if dist.get_rank() == 0:
-            write_assets(directory, hf_config=hf_config(trainer), assets=config.hf_assets_path)
+            write_assets(directory, hf_config=trainer.hf_config or {}, assets=config.hf_assets_path)
         dist.barrier()
         model_dir = str(directory)
     context = GeneratorContext(

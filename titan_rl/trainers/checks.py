@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from titan_rl.algorithms.preset import check_composition
+from titan_rl.algorithms.registries import ADVANTAGES
+from titan_rl.config.choice import Choice, build
 from titan_rl.errors import ConfigError
 from titan_rl.rewards.spec import RewardSpec, check_specs
 
@@ -30,6 +33,11 @@ def check_config(config: RLTrainer.Config, *, world_size: int, device_type: str)
     _check_lengths(config)
     _check_sampling(config)
     _check_device(config, device_type)
+    check_composition(
+        build(config.advantage).needs,
+        group_size=config.sampling.group_size,
+        advantage_type=Choice(ADVANTAGES).name_of(config.advantage),
+    )
 
 
 def check_supervised_config(config: SupervisedTrainer.Config, *, world_size: int) -> None:

@@ -6,7 +6,7 @@ the initial weights are loaded first and a checkpoint of the run itself is resto
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from titan_rl.trainers.rl import RLTrainer
 
 
-def load(trainer: RLTrainer) -> None:
-    """Load the initial weights into the policy.
+def load(trainer: Any) -> None:
+    """Load the initial weights into the model of an RL or supervised trainer.
 
     From ``checkpoint.initial_load_path`` (a TorchTitan checkpoint), else from the safetensors in
     ``model.hf_assets_path``, else the random initialisation stays if it is allowed.
@@ -34,9 +34,9 @@ def load(trainer: RLTrainer) -> None:
     config = trainer.config
     path = config.checkpoint.initial_load_path
     if path:
-        _load_checkpoint(trainer.policy, path)
+        _load_checkpoint(trainer.model_parts[0], path)
     elif has_hf_weights(config.model.hf_assets_path):
-        load_hf(trainer.policy, assembly.state_dict_adapter(trainer), config.model.hf_assets_path)
+        load_hf(trainer.model_parts[0], assembly.state_dict_adapter(trainer), config.model.hf_assets_path)
         logger.info("Initial weights: %s", config.model.hf_assets_path)
     elif not config.model.allow_random_init:
         raise ConfigError(

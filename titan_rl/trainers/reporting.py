@@ -17,8 +17,8 @@ from titan_rl.rollout.evaluation import total_up
 from titan_rl.rollout.runner import RunStats
 from titan_rl.titan.api import logger
 from titan_rl.titan.device import peak_memory_bytes
-from titan_rl.titan.weights import export_hf
 from titan_rl.trainers import assembly
+from titan_rl.trainers.exporting import export
 from titan_rl.trainers.optimization import StepBatch, StepResult
 from titan_rl.types import Group
 
@@ -174,15 +174,7 @@ class Reporter:
         trainer = self._trainer
         section = trainer.config.model
         if section.export:
-            directory = self._folder / "export"
-            export_hf(
-                assembly.weight_stream(trainer),
-                directory=directory,
-                hf_config=assembly.hf_config(trainer),
-                assets=trainer.config.hf_assets_path,
-                is_tied=bool(getattr(trainer.policy, "enable_weight_tying", False)),
-            )
-            self._summary.paths["export"] = str(directory)
+            self._summary.paths["export"] = str(export(trainer))
         self._write_summary()
         if self._collectives.rank == 0:
             logger.info(self._summary.text())
@@ -230,7 +222,7 @@ class Reporter:
             "time/reward_wait": stats.reward_seconds,
             "tokens": total["tokens"] + total["prompt_tokens"],
         }
-        return metrics | {f"reward/{name}": total[f"part/{name}"] / count for name in names}
+        return metrics | {f"reward_part/{name}": total[f"part/{name}"] / count for name in names}
 
     def _step_metrics(self, results: Sequence[StepResult]) -> dict[str, float]:
         """Mean over the iteration's steps; the mismatch is of the first, with the generator's weights."""

@@ -15,6 +15,7 @@ import tyro
 
 from titan_rl.algorithms import grpo
 from titan_rl.algorithms.policy_loss import PolicyLoss
+from titan_rl.algorithms.preset import derive_needs
 from titan_rl.algorithms.registries import ADVANTAGES
 from titan_rl.batching.micro_batch import MicroBatch, padding_fraction
 from titan_rl.batching.pack import pack
@@ -30,7 +31,7 @@ from titan_rl.rewards.pool import RewardPool
 from titan_rl.rollout.evaluation import EvaluationSection
 from titan_rl.rollout.runner import RunStats
 from titan_rl.rollout.samples import to_samples
-from titan_rl.titan.api import CheckpointManager, Trainer, clip_grad_norm_, logger, set_pg_timeouts
+from titan_rl.titan.api import CheckpointManager, Profiler, Trainer, clip_grad_norm_, logger, set_pg_timeouts
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.models import ModelSection
 from titan_rl.trainers import assembly, checks, initial_weights
@@ -130,15 +131,18 @@ class RLTrainer(Trainer):
             config, world_size=assembly.world_size_from_env(), device_type=assembly.device_type()
         )
         self.run_seed = config.debug.seed if config.debug.seed is not None else 0
+        # Before TorchTitan's trainer, which writes its own sequence length into the model's configuration.
+        self.hf_config = assembly.hf_config(config) if assembly.needs_hf_config(config) else None
+        self.advantage = build(config.advantage)
         data = assembly.open_data(config, self.run_seed)
         super().__init__(config)
         self.policy = self.model_parts[0]
         # The head is applied to trained tokens only, in chunks.
         self.policy._skip_lm_head = True  # pyrefly: ignore[bad-argument-type]  # typed as any nn.Module
         self.collectives = Collectives(self.parallel_dims, self.device)
-        self.needs = self.loss_fn.needs(steps_per_iteration=config.algorithm.steps_per_iteration)
-        self.advantage = build(config.advantage)
-        self.needs |= self.advantage.needs
+        self.needs = derive_needs(
+            self.advantage, self.loss_fn, steps_per_iteration=config.algorithm.steps_per_iteration
+        )
         self.state = RunState(seed=self.run_seed, data_fingerprint=data.fingerprint)
         if self.config.checkpoint.enable:  # otherwise TorchTitan's checkpointer has no states
             self.checkpointer.states["rl_state"] = self.state
@@ -166,7 +170,16 @@ class RLTrainer(Trainer):
         self.sync_weights()
         if self.state.iteration == 0:
             self.evaluate()
+        with self.config.profiler.build(
+            global_step=self.step, base_folder=self.config.dump_folder
+        ) as profiler:
+            self._iterate(profiler)
+        self.report.finish()
+
+    def _iterate(self, profiler: Profiler) -> None:
+        """The loop: one iteration from top to bottom."""
         while self.should_continue_training():
+            self.gc_handler.run(self.state.iteration + 1)
             seed_process(self.run_seed, self.state.iteration, self.collectives.rank)
             groups, stats = self.generate()
             batches = self.make_batches(groups)
@@ -183,7 +196,7 @@ class RLTrainer(Trainer):
             with self.timer.stage("checkpoint"):
                 is_last = self.step >= self.config.training.steps
                 self.checkpointer.save(self.step, last_step=is_last)
-        self.report.finish()
+            profiler.step()
 
     def evaluate_only(self) -> None:
         """Restore the newest checkpoint and score held-out prompts; nothing is trained.

@@ -22,7 +22,8 @@ from titan_rl.errors import ConfigError
 from titan_rl.resilience.seeds import derive_seed
 from titan_rl.titan.api import IGNORE_INDEX, BaseDataLoader, CheckpointManager, CrossEntropyLoss, Trainer
 from titan_rl.titan.models import ModelSection
-from titan_rl.trainers import assembly, checks
+from titan_rl.trainers import assembly, checks, initial_weights
+from titan_rl.trainers.exporting import export
 from titan_rl.types import Prompt
 
 
@@ -205,7 +206,15 @@ class SupervisedTrainer(Trainer):
             ConfigError: the configuration contradicts itself.
         """
         checks.check_supervised_config(config, world_size=assembly.world_size_from_env())
+        self.hf_config = assembly.hf_config(config) if assembly.needs_hf_config(config) else None
         config.dataloader = SupervisedDataLoader.Config(
             section=config.data, seed=config.debug.seed if config.debug.seed is not None else 0
         )
         super().__init__(config)
+
+    def train(self) -> None:
+        """Load the initial weights, let TorchTitan train (a checkpoint of the run takes precedence), export."""
+        initial_weights.load(self)
+        super().train()
+        if self.config.model.export:
+            export(self)

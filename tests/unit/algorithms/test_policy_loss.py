@@ -76,8 +76,8 @@ def loop(inputs, *, coefficient=0.05, clip_low=0.2, clip_high=0.28):
         totals["high"] += clipped < unclipped and ratio > 1
         totals["old_kl"] += ratio - 1 - (policy - old)
         totals["entropy"] += entropy
-        totals["mismatch"] += abs(old - gen)
-        totals["mismatch_k3"] += math.exp(old - gen) - 1 - (old - gen)
+        totals["mismatch"] += abs(policy - gen)
+        totals["mismatch_k3"] += math.exp(policy - gen) - 1 - (policy - gen)
         gradient[row, column] = (
             -(unclipped if unclipped <= clipped else 0.0) + coefficient * (1 - math.exp(ref - policy))
         ) / count
@@ -124,7 +124,7 @@ def test_maxima_and_advantage_metrics_are_those_of_the_trained_tokens():
     assert metrics["advantage_abs/mean"].item() == pytest.approx(
         inputs.advantages[mask].abs().sum().item() / 20
     )
-    difference = (inputs.old_logprobs - inputs.generator_logprobs)[mask].abs()
+    difference = (inputs.policy_logprobs - inputs.generator_logprobs)[mask].abs()
     assert metrics["mismatch_abs/max"].item() == pytest.approx(difference.max().item())
     assert {name.rpartition("/")[2] for name in metrics} == {"mean", "max"}
     assert not any(value.requires_grad for value in metrics.values())

@@ -1,0 +1,30 @@
+"""Write the trained model in Hugging Face layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from titan_rl.titan.weights import WeightStream, export_hf
+from titan_rl.trainers import assembly
+
+
+def export(trainer: Any) -> Path:
+    """Export the policy to ``<dump_folder>/export``. Collective.
+
+    Args:
+        trainer: An RL or supervised trainer whose ``hf_config`` was made before it was built.
+
+    Returns:
+        The directory: weights, ``config.json``, tokenizer and generation config.
+    """
+    model = trainer.model_parts[0]
+    directory = Path(trainer.config.dump_folder) / "export"
+    export_hf(
+        WeightStream(model, assembly.state_dict_adapter(trainer)),
+        directory=directory,
+        hf_config=trainer.hf_config,
+        assets=trainer.config.hf_assets_path,
+        is_tied=bool(getattr(model, "enable_weight_tying", False)),
+    )
+    return directory
