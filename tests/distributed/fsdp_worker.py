@@ -1,0 +1,463 @@
+"""What test_fsdp_two_ranks.py computes, on one rank or on two: ``torchrun ... fsdp_worker.py DIRECTORY``.
+
+Every rank writes ``world<N>.rank<R>.json``; rank 0 also writes whole tensors to ``world<N>.safetensors``.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.protocols.module import Module as TitanModule
+
+from titan_rl.algorithms.components import KLPenalty
+from titan_rl.algorithms.policy_loss import PolicyLoss
+from titan_rl.batching.micro_batch import MicroBatch
+from titan_rl.batching.pack import pack
+from titan_rl.errors import HandshakeError
+from titan_rl.functional.checksum import tensor_checksum
+from titan_rl.policy.token_scores import LogprobScorer, fsdp_modules
+from titan_rl.titan import device
+from titan_rl.titan.attention import use_cpu_attention
+from titan_rl.titan.collectives import Collectives
+from titan_rl.titan.hf_config import spec_from_hf
+from titan_rl.titan.models import build_sibling, copy_shards
+from titan_rl.titan.weights import WeightStream, load_hf
+from titan_rl.trainers.optimization import StepBatch, align_ranks, forward_backward
+from titan_rl.trainers.rl import RLTrainer
+from titan_rl.types import Sample, WeightReceipt
+from titan_rl.weight_sync.push import WeightSync, WeightSyncSection
+
+# Before install(), which replaces it; the same function afterwards if something has installed already.
+_TITAN_INIT = TitanModule._init_self_parameters
+
+LENGTHS = (12, 3, 9, 5, 17, 2, 8, 11)
+LONGEST, VOCAB = max(LENGTHS), 96
+PADDING_TOKEN = VOCAB - 1  # occurs in no sample
+TEMPERATURE = 0.8
+FSDP, HSDP = {"data_parallel_shard_degree": -1}, {"data_parallel_replicate_degree": 2}
+
+
+class Rank(SimpleNamespace):
+    """The attributes of a trainer that the project's code reads, with the trainer's own methods."""
+
+    post_dataloading_process = RLTrainer.post_dataloading_process
+    _prepare_inputs = RLTrainer._prepare_inputs
+
+
+@functools.cache
+def parallel_dims(replicate: int) -> ParallelDims:
+    """One for each layout, as a run has one: annotations of different meshes do not mix."""
+    parallelism = ParallelismConfig(data_parallel_replicate_degree=replicate)
+    return ParallelDims.from_config(parallelism, dist.get_world_size())
+
+
+def build(directory: Path, **parallel: Any) -> Rank:
+    """A policy under TorchTitan's parallelism, randomly initialised after ``torch.manual_seed(5)``."""
+    parallelism = ParallelismConfig(**(parallel or FSDP))
+    dims = parallel_dims(parallelism.data_parallel_replicate_degree)
+    dist_utils.set_spmd_backend(parallelism.spmd_backend)
+    spec = spec_from_hf(directory)
+    use_cpu_attention(spec.model)
+    spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+    config = SimpleNamespace(
+        model_spec=spec,
+        training=TrainingConfig(mixed_precision_param="float32"),
+        parallelism=parallelism,
+        compile=CompileConfig(enable=False),
+        dump_folder="",
+    )
+    with torch.device("meta"):
+        model = spec.model.build()
+    model = spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=config.training,
+        parallelism=parallelism,
+        compile_config=config.compile,
+        ac_config=None,
+        dump_folder="",
+    )
+    model.to_empty(device="cpu")
+    torch.manual_seed(5)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    return Rank(
+        config=config,
+        parallel_dims=dims,
+        model_config=spec.model,
+        model_parts=[model],
+        policy=model,
+        adapter=spec.state_dict_adapter(spec.model, None),
+        device=torch.device("cpu"),
+        ntokens_seen=0,
+        train_context=dist_utils.get_spmd_context(parallel_dims=dims),
+    )
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def logits(rank: Rank, tokens: list[list[int]]) -> torch.Tensor:
+    ids = torch.tensor(tokens)
+    batch = dataclasses.replace(MicroBatch.empty(*ids.shape), input_ids=ids)
+    with torch.no_grad(), rank.train_context():
+        inputs, kwargs = rank._prepare_inputs(batch)
+        return rank.policy(inputs, **kwargs)
+
+
+# ------------------------------------------------------------------------------- random initialisation
+
+
+def check_init(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Whole parameters, and this rank's shards by their checksum, with and without our initialisation."""
+    result = {}
+    for name in ("llama", "qwen3_tied"):
+        policy = build(directory / name).policy
+        result[name] = {key: tensor_checksum(_shard(p)) for key, p in policy.named_parameters()}
+        tensors |= {f"init/{name}/{key}": full(p) for key, p in policy.named_parameters()}
+    ours = TitanModule._init_self_parameters
+    TitanModule._init_self_parameters = _TITAN_INIT
+    try:
+        policy = build(directory / "llama").policy
+    finally:
+        TitanModule._init_self_parameters = ours
+    result["without"] = {key: tensor_checksum(_shard(p)) for key, p in policy.named_parameters()}
+    return result
+
+
+def _shard(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+# --------------------------------------------------------------------------------- loading and the stream
+
+
+def check_weights(
+    directory: Path, prompt: list[list[int]], tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Logits after load_hf, and whether the stream is the file bit for bit."""
+    result = {}
+    for name in ("llama", "llama_tied", "qwen3", "qwen3_tied"):
+        rank = build(directory / name)
+        load_hf(rank.policy, rank.adapter, str(directory / name))
+        tensors[f"logits/{name}"] = logits(rank, prompt)
+        stored = load_file(directory / name / "model.safetensors")
+        stream = dict(WeightStream(rank.policy, rank.adapter))
+        if name.endswith("_tied"):
+            stored["lm_head.weight"] = stored["model.embed_tokens.weight"]
+        result[name] = {
+            "same_names": set(stream) == set(stored),
+            "order": list(stream),
+            "bit_exact": all(torch.equal(stored[key], stream[key]) for key in stored),
+            "cuts_a_head": _cuts_a_head(rank.policy),
+        }
+    return result
+
+
+def _cuts_a_head(policy: Any) -> bool:
+    """Whether this rank's shard of the keys' projection ends inside a head of 8 rows."""
+    return bool(_shard(policy.layers["0"].attention.qkv_linear.wk.weight).shape[0] % 8)
+
+
+# ---------------------------------------------------------------------------------------- a step of GRPO
+
+
+def make_samples() -> tuple[list[Sample], list[float]]:
+    generator = torch.Generator().manual_seed(3)
+    samples = []
+    for index, length in enumerate(LENGTHS):
+        prompt = 1 + index % 3 if length > 3 else 1
+        mask = [position >= prompt for position in range(length)]
+        logprobs = (-torch.rand(length, generator=generator) * torch.tensor(mask)).tolist()
+        tokens = torch.randint(PADDING_TOKEN, (length,), generator=generator).tolist()
+        samples.append(Sample(tokens, mask, logprobs, float(index % 2), index // 2, index % 2, False))
+    return samples, torch.randn(len(LENGTHS), generator=generator).tolist()
+
+
+def lay_out(ids: list[int], layout: str) -> list[MicroBatch]:
+    """Micro-batches of these samples, with ``sample_index`` counting all samples of the step."""
+    samples, advantages = make_samples()
+    chosen = [samples[i] for i in ids], [advantages[i] for i in ids]
+    if layout == "packed":
+        batches = pack(*chosen, token_budget=24, rows_per_micro_batch=1)
+    else:
+        rows = {"eight_of_one": 1, "one_of_eight": 8}[layout]
+        batches = [_padded(ids[start : start + rows]) for start in range(0, len(ids), rows)]
+        return [dataclasses.replace(b, input_ids=_mark_padding(b)) for b in batches]
+    numbers = torch.tensor([*ids, -1])
+    return [
+        dataclasses.replace(b, sample_index=numbers[b.sample_index], input_ids=_mark_padding(b))
+        for b in batches
+    ]
+
+
+def _padded(ids: list[int]) -> MicroBatch:
+    """One sample a row, without packing."""
+    samples, advantages = make_samples()
+    options = {"token_budget": LONGEST, "rows_per_micro_batch": 1}
+    rows = [pack([samples[i]], [advantages[i]], pad_to="token_budget", **options)[0] for i in ids]
+    names = ("input_ids", "positions", "targets", "loss_mask", "generator_logprobs", "advantages")
+    index = torch.cat([row.sample_index for row in rows])
+    return MicroBatch(
+        **{name: torch.cat([getattr(row, name) for row in rows]) for name in names},
+        sample_index=torch.where(index >= 0, torch.tensor(ids)[:, None], -1),
+        document_lengths=[row.document_lengths[0] for row in rows],
+    )
+
+
+def _mark_padding(batch: MicroBatch) -> torch.Tensor:
+    return torch.where(batch.sample_index < 0, PADDING_TOKEN, batch.input_ids)
+
+
+class Step:
+    """A policy and a reference of other weights, and the gradient of one GRPO step in some layout."""
+
+    def __init__(self, directory: Path, name: str = "llama", **parallel: Any) -> None:
+        self.rank = build(directory / name, **parallel)
+        load_hf(self.rank.policy, self.rank.adapter, str(directory / name))
+        self.reference = build_sibling(self.rank)
+        copy_shards(self.rank.policy, self.reference)
+        for index, parameter in enumerate(self.reference.parameters()):
+            with torch.no_grad():
+                _shard(parameter).mul_(1.0 + 0.02 * (index % 5))
+        self.rank.policy._skip_lm_head = self.reference._skip_lm_head = True
+        self.collectives = Collectives(self.rank.parallel_dims, torch.device("cpu"))
+        self.prepare: Callable[[MicroBatch], Any] = self.rank._prepare_inputs
+        generator = torch.Generator().manual_seed(4)
+        self.noise = 0.3 * torch.randn(len(LENGTHS), LONGEST, generator=generator)
+        self.loss_fn = PolicyLoss.Config(kl=KLPenalty.Config(coefficient=0.1)).build()
+
+    def batch(self, layout: str, ids: list[int] | None = None) -> StepBatch:
+        """This rank's scored micro-batches; old is the policy plus noise that belongs to the token."""
+        if ids is None:
+            ids = list(range(len(LENGTHS)))[self.collectives.data_rank :: self.collectives.data_size]
+        batch = align_ranks(
+            lay_out(ids, layout), num_samples=len(ids), collectives=self.collectives, device=self.rank.device
+        )
+        scorers = [self._scorer(model) for model in (self.rank.policy, self.reference)]
+        for micro_batch in batch.micro_batches:
+            place = micro_batch.sample_index.clamp(min=0), micro_batch.positions.clamp(max=LONGEST - 1)
+            noise = torch.where(micro_batch.loss_mask, self.noise[place], 0.0)
+            batch.old_logprobs.append(scorers[0](micro_batch) + noise)
+            batch.ref_logprobs.append(scorers[1](micro_batch))
+        return batch
+
+    def _scorer(self, model: nn.Module) -> LogprobScorer:
+        return LogprobScorer(
+            model, temperature=TEMPERATURE, prepare=self.prepare, context=self.rank.train_context
+        )
+
+    def backward(self, batch: StepBatch) -> list[dict[str, torch.Tensor]]:
+        return forward_backward(
+            self.rank.policy,
+            self.loss_fn,
+            batch,
+            temperature=TEMPERATURE,
+            prepare=self.prepare,
+            context=self.rank.train_context,
+        )
+
+    def gradients(self, batch: StepBatch) -> dict[str, torch.Tensor]:
+        """Whole gradients by parameter."""
+        self.rank.policy.zero_grad()
+        self.backward(batch)
+        return self.take_gradients()
+
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        gradients = {name: full(p.grad) for name, p in self.rank.policy.named_parameters()}
+        self.rank.policy.zero_grad()
+        return gradients
+
+    def leaking(self, micro_batch: MicroBatch) -> Any:
+        """Planted fault: attention sees one document a row. Positions within documents stay right."""
+        inputs, kwargs = self.rank._prepare_inputs(micro_batch)
+        row = torch.arange(micro_batch.positions.shape[1]).expand_as(micro_batch.positions)
+        masks = self.rank.policy.get_attention_masks(row)
+        return inputs, kwargs | {"attention_masks": masks}
+
+
+def check_gradients(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Gradients of the same step in several layouts, and under planted faults."""
+    step = Step(directory)
+    world_size = dist.get_world_size()
+    batches = {layout: step.batch(layout) for layout in ("eight_of_one", "one_of_eight", "packed")}
+    gradients = {layout: step.gradients(batch) for layout, batch in batches.items()}
+    gradients |= {"fault/mean_per_micro_batch": _mean_per_micro_batch(step, batches["packed"])}
+    step.prepare = step.leaking
+    gradients |= {"fault/leaking": step.gradients(batches["packed"])}
+    step.prepare = step.rank._prepare_inputs
+    gradients |= {"again": step.gradients(batches["packed"])}
+    result = {
+        "micro_batches": {layout: len(batch.micro_batches) for layout, batch in batches.items()},
+        "num_documents": {
+            layout: [len(row) for b in batch.micro_batches for row in b.document_lengths]
+            for layout, batch in batches.items()
+        },
+        "counts": [batches["packed"].num_loss_tokens, batches["packed"].num_samples],
+        "masked": _masked_gradient(step, batches["packed"]),
+    }
+    if world_size == 2:
+        only_first = step.batch("packed", ids=list(range(len(LENGTHS))) if dist.get_rank() == 0 else [])
+        result["empty"] = [b.num_loss_tokens for b in only_first.micro_batches]
+        gradients["one_rank_empty"] = step.gradients(only_first)
+        for module in fsdp_modules(step.rank.policy):
+            module.set_gradient_divide_factor(2.0)
+        gradients["fault/averaged_over_ranks"] = step.gradients(batches["packed"])
+        for name, parallel in (
+            ("resharded", FSDP | {"fsdp_reshard_after_forward": "always"}),
+            ("replicated", HSDP),
+        ):
+            other = Step(directory, **parallel)
+            gradients[name] = other.gradients(other.batch("packed"))
+    tied = Step(directory, "qwen3_tied")
+    gradients["tied"] = tied.gradients(tied.batch("packed"))
+    tensors |= {f"gradient/{c}/{name}": g for c, named in gradients.items() for name, g in named.items()}
+    return result
+
+
+def _mean_per_micro_batch(step: Step, batch: StepBatch) -> dict[str, torch.Tensor]:
+    """Planted fault: every micro-batch is a mean of its own, and the step is the mean of those."""
+    count = len(batch.micro_batches)
+    for index, micro_batch in enumerate(batch.micro_batches):
+        tokens = step.collectives.reduce_scalar(micro_batch.num_loss_tokens, "sum") * count
+        step.backward(
+            StepBatch(
+                [micro_batch],
+                num_loss_tokens=int(tokens),
+                num_samples=batch.num_samples,
+                old_logprobs=[batch.old_logprobs[index]],
+                ref_logprobs=[batch.ref_logprobs[index]],
+            )
+        )
+    return step.take_gradients()
+
+
+def _masked_gradient(step: Step, batch: StepBatch) -> dict[str, float]:
+    """Largest gradient of hidden states at masked and at trained tokens, over this rank's micro-batches."""
+    hidden: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        output.retain_grad()
+        hidden.append(output)
+
+    handle = step.rank.policy.norm.register_forward_hook(keep)
+    step.backward(batch)
+    handle.remove()
+    step.take_gradients()
+    largest = {"masked": 0.0, "trained": 0.0}
+    for states, micro_batch in zip(hidden, batch.micro_batches, strict=True):
+        size = states.grad.abs().amax(-1)
+        for name, mask in (("masked", ~micro_batch.loss_mask), ("trained", micro_batch.loss_mask)):
+            largest[name] = max([largest[name], *size[mask].tolist()])
+    return largest
+
+
+# -------------------------------------------------------------------------------- collectives, handshake
+
+
+class FakeGenerator:
+    """Receives what it is sent; scores with given log-probabilities; may forget the last tensor."""
+
+    def __init__(self, logprobs: tuple[float, ...], *, forgets: bool) -> None:
+        self.logprobs, self.forgets = logprobs, forgets
+
+    def load_weights(self, update: Any) -> WeightReceipt:
+        checksums = {name: tensor_checksum(tensor) for name, tensor in update.tensors}
+        if self.forgets:
+            checksums.popitem()
+        return WeightReceipt(update.version, checksums)
+
+    def prompt_logprobs(self, token_ids: Any, temperature: float = 1.0) -> list[tuple[float, ...]]:
+        return [self.logprobs]
+
+
+def check_handshake(directory: Path) -> dict[str, Any]:
+    """Rank 1's generator is at fault in two ways; rank 0's is not."""
+    rank = build(directory / "llama")
+    collectives = Collectives(rank.parallel_dims, torch.device("cpu"))
+    is_faulty = dist.get_rank() == dist.get_world_size() - 1
+
+    def push(generator: FakeGenerator) -> str:
+        sync = WeightSync(
+            WeightSyncSection(),
+            stream=WeightStream(rank.policy, rank.adapter),
+            generator=generator,
+            policy_logprobs=lambda token_ids: [-1.0, -2.0],
+            probe=[1, 2, 3],
+            collectives=collectives,
+        )
+        try:
+            return f"version {sync.push(7).version}"
+        except HandshakeError as error:
+            return str(error)
+
+    return {
+        "sound": push(FakeGenerator((-1.0, -2.0), forgets=False)),
+        "forgets": push(FakeGenerator((-1.0, -2.0), forgets=is_faulty)),
+        "other": push(FakeGenerator((-1.0, math.nan if is_faulty else -2.0), forgets=False)),
+    }
+
+
+def check_collectives(directory: Path) -> dict[str, Any]:
+    rank = build(directory / "llama")
+    collectives = Collectives(rank.parallel_dims, torch.device("cpu"))
+    mine = {"b": 2.0**53 + dist.get_rank() * 2, "a": dist.get_rank() + 0.5}
+    collectives.barrier()
+    return {
+        "place": [collectives.rank, collectives.world_size, collectives.data_rank, collectives.data_size],
+        "sum": collectives.reduce(mine, "sum"),
+        "max": collectives.reduce(mine, "max"),
+        "min": collectives.reduce(mine, "min"),
+        "nothing": collectives.reduce({}, "sum"),
+        "scalar": collectives.reduce_scalar(dist.get_rank() + 1, "sum"),
+        "any": [collectives.any(flag) for flag in (False, dist.get_rank() == 0, True)],
+    }
+
+
+# ------------------------------------------------------------------------------------------------- all of it
+
+
+def run(directory: Path) -> None:
+    """Compute everything on this rank and write it."""
+    tensors: dict[str, torch.Tensor] = {}
+    prompt = json.loads((directory / "prompt.json").read_text())
+    result = {
+        "init": check_init(directory, tensors),
+        "weights": check_weights(directory, prompt, tensors),
+        "step": check_gradients(directory, tensors),
+        "handshake": check_handshake(directory),
+        "collectives": check_collectives(directory),
+    }
+    smollm2 = json.loads((directory / "smollm2.json").read_text())
+    if smollm2["path"]:
+        rank = build(Path(smollm2["path"]))
+        load_hf(rank.policy, rank.adapter, smollm2["path"])
+        tensors["logits/smollm2"] = logits(rank, smollm2["tokens"])
+    stem = f"world{dist.get_world_size()}"
+    (directory / f"{stem}.rank{dist.get_rank()}.json").write_text(json.dumps(result))
+    if dist.get_rank() == 0:
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / f"{stem}.safetensors"
+        )
+
+
+if __name__ == "__main__":
+    device.install()
+    dist.init_process_group("gloo")
+    run(Path(sys.argv[1]))
+    dist.destroy_process_group()
