@@ -3,11 +3,9 @@
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
-from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.config.configs import TrainingConfig
-from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.distributed.utils import clip_grad_norm_, set_pg_timeouts
-from torchtitan.observability import structured_logger
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.profiler import Profiler
@@ -18,11 +16,7 @@ __all__ = [
     "BaseDataLoader",
     "CheckpointManager",
     "CrossEntropyLoss",
-    "FullAC",
-    "MemoryBudgetAC",
     "ModelSpec",
-    "OptimizersContainer",
-    "ParamGroupConfig",
     "Profiler",
     "SelectiveAC",
     "Trainer",
@@ -31,5 +25,4 @@ __all__ = [
     "init_logger",
     "logger",
     "set_pg_timeouts",
-    "structured_logger",
 ]

@@ -131,11 +131,6 @@ def _spec_by_name(section: ModelSection, attn_backend: str) -> ModelSpec:
         ) from error
 
 
-def num_parameters(module: nn.Module) -> int:
-    """Number of parameters, tied ones counted once, over all shards."""
-    return sum(p.numel() for p in {id(p): p for p in module.parameters()}.values())
-
-
 def build_sibling(trainer: Trainer, *, offload_to_cpu: bool = False) -> nn.Module:
     """Build a second, frozen model like the policy, under the policy's parallelism. Its weights are not set.
 

@@ -199,6 +199,8 @@ class SupervisedTrainer(Trainer):
         def __post_init__(self) -> None:
             Trainer.Config.__post_init__(self)
 
+    config: Config  # pyrefly: ignore[bad-override-mutable-attribute]  # narrower, as the class above is
+
     def __init__(self, config: Config) -> None:
         """Hand ``[data]`` to the data loader, then let TorchTitan build.
 
@@ -213,7 +215,10 @@ class SupervisedTrainer(Trainer):
         super().__init__(config)
 
     def train(self) -> None:
-        """Load the initial weights, let TorchTitan train (a checkpoint of the run takes precedence), export."""
+        """Load the initial weights, let TorchTitan train, and export.
+
+        A checkpoint of the run takes precedence over the initial weights.
+        """
         initial_weights.load(self)
         super().train()
         if self.config.model.export:
