@@ -1,0 +1,291 @@
+"""Every name of TorchTitan and vLLM that titan_rl relies on, and what for.
+
+A test checks that each exists, that these tables and the imports of the package agree, and that those which
+titan_rl replaces or overrides still behave as it assumes. ``docs/symbols.md`` is made from here. Tables
+are module -> name -> purpose; a leading underscore means private to its library. Standard library only.
+"""
+
+TORCHTITAN_IMPORTS = {
+    "torchtitan.components.checkpointer": {
+        "CheckpointManager": "Checkpoints of the run, by DCP.",
+    },
+    "torchtitan.components.dataloader": {
+        "BaseDataLoader": "Base of the data loaders: none in RL, prompts with answers in supervised runs.",
+    },
+    "torchtitan.components.loss": {
+        "CrossEntropyLoss": "Loss of supervised runs.",
+        "IGNORE_INDEX": "Label of tokens that are not trained in supervised runs.",
+    },
+    "torchtitan.components.optimizer": {
+        "OptimizersContainer": "The optimiser's configuration, which `[optimizer]` becomes.",
+        "ParamGroupConfig": "The one parameter group that `[optimizer]` describes.",
+    },
+    "torchtitan.config.configs": {
+        "TrainingConfig": "Bounds of `training.*` keys in the schema.",
+    },
+    "torchtitan.config": {
+        "TORCH_DTYPE_MAP": "From a dtype's name to the dtype.",
+    },
+    "torchtitan.distributed.activation_checkpoint": {
+        "FullAC": "`activation_checkpoint.type = 'full'`.",
+        "MemoryBudgetAC": "`activation_checkpoint.type = 'memory_budget'`.",
+        "SelectiveAC": "`activation_checkpoint.type = 'selective'`, the default.",
+    },
+    "torchtitan.distributed.pipeline_parallel": {
+        "pipeline_llm": "Part of every model spec; supervised runs can use it.",
+    },
+    "torchtitan.distributed.utils": {
+        "clip_grad_norm_": "Clips and returns the global gradient norm.",
+        "set_pg_timeouts": "Lets a rank wait for the slowest one's rollouts.",
+    },
+    "torchtitan.distributed": {
+        "ParallelDims": "Finds the data-parallel ranks (for its type only).",
+        "fsdp": "Module in which the gradient division is replaced on a CPU.",
+    },
+    "torchtitan.models.common.attention": {
+        "FlexAttention": "Base of the attention that replaces it on a CPU.",
+        "ScaledDotProductAttention": "Recognised by the local generator as causal.",
+        "VarlenAttention": "Recognised by the local generator when it has no window.",
+    },
+    "torchtitan.models.common.config_utils": {
+        "get_attention_config": "Attention by its name in `model.attn_backend`.",
+        "make_ffn_config": "Feed-forward layers of a model built from `config.json`.",
+        "make_gqa_config": "Attention layers of a model built from `config.json`.",
+    },
+    "torchtitan.models.common.decoder": {
+        "Decoder": "The models that the local generator can run.",
+    },
+    "torchtitan.models.common.nn_modules": {
+        "RMSNorm": "Norms of a model built from `config.json`.",
+    },
+    "torchtitan.models.common.param_init": {
+        "skip_param_init": "Marks the embedding that is tied to the head.",
+    },
+    "torchtitan.models.common": {
+        "ComplexRoPE": "Llama's rotary embedding.",
+        "CosSinRoPE": "Qwen3's rotary embedding.",
+        "Embedding": "Embedding of a model built from `config.json`.",
+        "Linear": "Head of a model built from `config.json`.",
+        "RoPE": "Common type of the rotary embeddings.",
+        "attention": "Module in which masks are made without a compiler on a CPU.",
+        "decoder": "Module whose decoder gets document spans for masks on a CPU.",
+    },
+    "torchtitan.models.llama3.model": {
+        "Llama3Model": "The Llama model.",
+        "Llama3TransformerBlock": "A Llama layer.",
+    },
+    "torchtitan.models.llama3.state_dict_adapter": {
+        "Llama3StateDictAdapter": "Names and layout of Llama weights in Hugging Face files.",
+    },
+    "torchtitan.models.llama3": {
+        "parallelize_llama": "Shards the Llama model.",
+    },
+    "torchtitan.models.qwen3.model": {
+        "Qwen3Model": "The Qwen3 model.",
+        "Qwen3TransformerBlock": "A Qwen3 layer.",
+    },
+    "torchtitan.models.qwen3.state_dict_adapter": {
+        "Qwen3StateDictAdapter": "Names of Qwen3 weights in Hugging Face files.",
+    },
+    "torchtitan.models.qwen3": {
+        "parallelize_qwen3": "Shards the Qwen3 model.",
+    },
+    "torchtitan.models": {
+        "_supported_models": "Names that `model.name` may take besides a module of the user's.",
+    },
+    "torchtitan.protocols.model": {
+        "BaseModel": "Type of models and of their configurations.",
+    },
+    "torchtitan.protocols.model_spec": {
+        "ModelSpec": "A model, how it is sharded, and its state-dict adapter.",
+    },
+    "torchtitan.protocols.state_dict_adapter": {
+        "BaseStateDictAdapter": "Type of the state-dict adapters.",
+    },
+    "torchtitan.protocols": {
+        "module": "Module whose initialisation of sharded parameters is replaced on a CPU.",
+    },
+    "torchtitan.tools.logging": {
+        "init_logger": "Sets logging up before the trainer does.",
+        "logger": "The log of a run.",
+    },
+    "torchtitan.tools.profiler": {
+        "Profiler": "Its configuration's callable is hidden from TOML.",
+    },
+    "torchtitan.tools": {
+        "utils": "Module that holds the device type and the device module.",
+    },
+    "torchtitan.trainer": {
+        "Trainer": "Base of both trainers.",
+    },
+}
+"""What is imported, in ``titan_rl/titan/`` alone."""
+
+TORCHTITAN_REACHED = {
+    "torchtitan.components.checkpointer": {
+        "CheckpointManager.load": "Restores the newest checkpoint of the run.",
+        "CheckpointManager.maybe_wait_for_staging": "Before weights change under an asynchronous save.",
+        "CheckpointManager.save": "At the end of an iteration.",
+        "CheckpointManager.states": "`rl_state` is added to it; read when saving and loading.",
+    },
+    "torchtitan.components.metrics": {
+        "MetricsProcessor.logger": "Writes metrics to TensorBoard and W&B.",
+        "MetricsProcessor.should_log": "Applies `metrics.log_freq`.",
+    },
+    "torchtitan.distributed.fsdp": {
+        "disable_fsdp_gradient_division": "REPLACED on a CPU: gloo cannot scale while it sums.",
+    },
+    "torchtitan.distributed": {
+        "ParallelDims.get_mesh": "The mesh `batch` of data-parallel ranks.",
+    },
+    "torchtitan.models.common.attention": {
+        "FlexAttention.forward": "OVERRIDDEN on a CPU: attention per document.",
+        "_compiled_create_block_mask": "REPLACED on a CPU: masks without a C++ compiler.",
+    },
+    "torchtitan.models.common.decoder": {
+        "Decoder._create_flex_attention_mask_for_document": "REPLACED on a CPU: spans instead of masks.",
+        "Decoder._skip_lm_head": "SET: the policy returns hidden states; the head runs on trained tokens.",
+        "Decoder.enable_weight_tying": "Whether the head is the embedding.",
+        "Decoder.get_attention_masks": "The local generator refuses a model with its own.",
+        "Decoder.layers": "Walked layer by layer when weights stream.",
+        "Decoder.lm_head": "Its weight is the output projection of the chunked log-probabilities.",
+    },
+    "torchtitan.models.llama3.state_dict_adapter": {
+        "Llama3StateDictAdapter.from_hf_map": "Which name becomes which.",
+    },
+    "torchtitan.models.qwen3.state_dict_adapter": {
+        "Qwen3StateDictAdapter.from_hf_map": "Which name becomes which.",
+    },
+    "torchtitan.protocols.model": {
+        "BaseModel.init_weights": "Initialises the reference and the local generator's model.",
+    },
+    "torchtitan.protocols.module": {
+        "Module._init_self_parameters": "REPLACED on a CPU: shards of one whole draw.",
+    },
+    "torchtitan.protocols.state_dict_adapter": {
+        "BaseStateDictAdapter.from_hf": "Hugging Face tensors to TorchTitan's.",
+        "BaseStateDictAdapter.to_hf": "TorchTitan's tensors to Hugging Face's.",
+    },
+    "torchtitan.tools.profiler": {
+        "Profiler.step": "At the end of an iteration.",
+    },
+    "torchtitan.tools.utils": {
+        "device_module": "REPLACED on a CPU, also where other modules copied it.",
+        "device_type": "REPLACED on a CPU, also where other modules copied it.",
+        "set_default_dtype": "Builds the reference in the policy's dtype.",
+    },
+    "torchtitan.trainer": {
+        "Trainer.checkpointer": "Saves and restores.",
+        "Trainer.close": "OVERRIDDEN: the generator and the rewards end first.",
+        "Trainer.loss_fn": "Built by TorchTitan from `[loss]`.",
+        "Trainer.lr_schedulers": "Steps with the optimiser.",
+        "Trainer.metrics_processor": "Where metrics go.",
+        "Trainer.model_config": "Built again for the reference and the local generator.",
+        "Trainer.model_parts": "The policy is the first and only one.",
+        "Trainer.ntokens_seen": "Counts trained tokens, and is in the checkpoint.",
+        "Trainer.optimizers": "The policy's.",
+        "Trainer.parallel_dims": "The meshes of the run.",
+        "Trainer.post_dataloading_process": "Masks and annotations of a micro-batch.",
+        "Trainer.should_continue_training": "Ends the loop at `training.steps`.",
+        "Trainer.step": "Optimiser steps, and is in the checkpoint.",
+        "Trainer.train": "OVERRIDDEN in RL: the loop over iterations.",
+        "Trainer.train_context": "Context of forward and backward passes.",
+    },
+}
+"""What is reached through the imports: attributes, methods, and globals of modules."""
+
+VLLM_IMPORTS = {
+    "vllm.distributed.parallel_state": {
+        "destroy_model_parallel": "Ends vLLM's process groups and leaves the trainer's.",
+    },
+    "vllm.model_executor.layers.vocab_parallel_embedding": {
+        "VocabParallelEmbedding": "Its padding is not counted as unwritten.",
+    },
+    "vllm.model_executor.model_loader.reload.layerwise": {
+        "get_layerwise_info": "vLLM's account of what a reload has written.",
+    },
+    "vllm.model_executor.model_loader.reload.meta": {
+        "SKIP_LOAD_TENSORS": "Parameters that this account leaves out.",
+    },
+    "vllm.model_executor.model_loader.reload": {
+        "finalize_layerwise_reload": "Clears the account after a failure.",
+    },
+    "vllm.platforms": {
+        "current_platform": "Whether the engine runs on a CPU.",
+    },
+    "vllm.sampling_params": {
+        "RequestOutputKind": "Only finished completions are returned.",
+    },
+    "vllm.v1.engine": {
+        "core": "Module in which the clean-up is replaced.",
+    },
+    "vllm": {
+        "EngineArgs": "The engine's settings.",
+        "LLMEngine": "The engine.",
+        "ModelRegistry": "Architectures that vLLM has its own model for.",
+        "RequestOutput": "A finished request.",
+        "SamplingParams": "How one request is sampled.",
+    },
+}
+"""What is imported, in ``titan_rl/generation/`` alone."""
+
+VLLM_REACHED = {
+    "vllm.platforms.interface": {
+        "Platform.is_cpu": "Whether the engine runs on a CPU.",
+        "Platform.simple_compile_backend": "SET to eager on a CPU: no C++ compiler is needed.",
+    },
+    "vllm.v1.engine.core": {
+        "cleanup_dist_env_and_memory": "REPLACED: it would destroy every process group, the trainer's too.",
+    },
+    "vllm.v1.worker.gpu_worker": {
+        "Worker.model_runner": "Holds the model that weights are written to.",
+        "Worker.reload_weights": "Replaces all weights from a stream.",
+    },
+    "vllm": {
+        "LLMEngine.abort_request": "Drops requests.",
+        "LLMEngine.add_request": "Queues a request of token ids.",
+        "LLMEngine.collective_rpc": "Runs the reload in the engine's worker.",
+        "LLMEngine.engine_core": "Shut down at the end.",
+        "LLMEngine.from_engine_args": "Builds the engine.",
+        "LLMEngine.reset_prefix_cache": "Drops keys and values of older weights.",
+        "LLMEngine.sleep": "CUDA: gives memory back while the trainer works.",
+        "LLMEngine.step": "Computes one token of every running request.",
+        "LLMEngine.wake_up": "Undoes the sleep.",
+        "ModelRegistry.get_supported_archs": "Early refusal of an architecture that vLLM does not know.",
+        "RequestOutput.outputs": "Tokens and log-probabilities.",
+        "RequestOutput.prompt_logprobs": "Scores of the handshake's probe.",
+    },
+}
+"""What is reached through the imports."""
+
+
+def markdown() -> str:
+    """The page ``docs/symbols.md``."""
+    parts = [_HEAD]
+    for title, table in (
+        ("TorchTitan: imported", TORCHTITAN_IMPORTS),
+        ("TorchTitan: reached through the imports", TORCHTITAN_REACHED),
+        ("vLLM: imported", VLLM_IMPORTS),
+        ("vLLM: reached through the imports", VLLM_REACHED),
+    ):
+        rows = [
+            f"| `{module}` | `{name}` | {purpose} |"
+            for module, names in table.items()
+            for name, purpose in names.items()
+        ]
+        parts.append(
+            "\n".join([f"## {title}", "", "| module | name | what for |", "|---|---|---|", *rows, ""])
+        )
+    return "\n".join(parts)
+
+
+_HEAD = """# Names of TorchTitan and vLLM in use
+
+TorchTitan 0.3.0 changes its API with every release, and titan_rl uses some of its private names. This page
+lists every name in use; `titan_rl/titan/` is the only package that imports TorchTitan, `titan_rl/generation/`
+the only one that imports vLLM. Each name has a contract test in `tests/unit/titan/test_symbols.py`: that is
+where an upgrade starts. What is replaced, overridden or set is marked; "on a CPU" means that on CUDA
+TorchTitan stays as it is.
+
+Made by `python scripts/make_symbols.py` from `titan_rl/titan/symbols.py`.
+"""
