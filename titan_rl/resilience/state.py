@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -25,6 +26,8 @@ class RunState:
         policy_version: Optimiser updates applied.
         skipped_steps: Steps that changed nothing (no trained token, or a non-finite gradient).
         dropped_samples: Rollouts whose reward failed.
+        mean_mismatch: Mean difference of generator and trainer in the last iteration, nats per token; infinite
+            before it is measured. It decides where the next iteration's old log-probabilities come from.
     """
 
     FIELDS = ("iteration", "cursor", "policy_version", "skipped_steps", "dropped_samples")
@@ -38,14 +41,16 @@ class RunState:
         """
         self.iteration = self.cursor = self.policy_version = 0
         self.skipped_steps = self.dropped_samples = 0
+        self.mean_mismatch = math.inf
         self.seed = seed
         self._data = derive_seed("data", data_fingerprint)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters as int64 tensors."""
+        """Counters as int64 tensors, the mismatch as float64."""
         values = {name: getattr(self, name) for name in self.FIELDS}
         values |= {"seed": self.seed & _MASK, "data": self._data}
-        return {name: torch.tensor(value, dtype=torch.int64) for name, value in values.items()}
+        state = {name: torch.tensor(value, dtype=torch.int64) for name, value in values.items()}
+        return state | {"mean_mismatch": torch.tensor(self.mean_mismatch, dtype=torch.float64)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the counters.
@@ -53,7 +58,7 @@ class RunState:
         Raises:
             ConfigError: the checkpoint was made with another seed or other prompts.
         """
-        stored = {name: int(value) for name, value in state_dict.items()}
+        stored = {name: value.item() for name, value in state_dict.items()}
         if stored["seed"] != self.seed & _MASK:
             raise ConfigError(
                 "debug.seed",
@@ -68,7 +73,7 @@ class RunState:
                 "other prompts",
                 "Restore it, or choose another dump_folder for a new run.",
             )
-        for name in self.FIELDS:
+        for name in (*self.FIELDS, "mean_mismatch"):
             setattr(self, name, stored[name])
 
 

@@ -44,7 +44,6 @@ class Reporter:
         self._summary = RunSummary()
         self._padding: list[tuple[float, int]] = []
         self._score: float | None = None
-        self.mean_mismatch = math.inf
 
     def start(self) -> None:
         """After the checkpoint is restored: forget what a resumed run executes again."""
@@ -233,7 +232,7 @@ class Reporter:
             metrics[name] = max(values) if name.endswith("_max") else math.fsum(values) / len(values)
         first = results[0].metrics
         if "loss/mismatch_abs" in first:
-            self.mean_mismatch = first["loss/mismatch_abs"]
+            trainer.state.mean_mismatch = first["loss/mismatch_abs"]
             metrics["loss/mismatch_abs"], metrics["loss/mismatch_abs_max"] = (
                 first["loss/mismatch_abs"],
                 first["loss/mismatch_abs_max"],

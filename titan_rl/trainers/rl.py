@@ -348,15 +348,17 @@ class RLTrainer(Trainer):
         algorithm = self.config.algorithm
         if algorithm.old_logprobs == "recompute":
             return True
-        if self.report.mean_mismatch <= algorithm.max_mismatch:
+        mismatch = self.state.mean_mismatch
+        if mismatch <= algorithm.max_mismatch:
             batch.old_logprobs = [micro_batch.generator_logprobs for micro_batch in batch.micro_batches]
             return False
-        logger.warning(
-            "Generator and trainer differ by %.1e nats per token, more than algorithm.max_mismatch = %.1e: "
-            "old log-probabilities are recomputed in this iteration.",
-            self.report.mean_mismatch,
-            algorithm.max_mismatch,
-        )
+        if math.isfinite(mismatch):  # otherwise it was not measured yet
+            logger.warning(
+                "Generator and trainer differ by %.1e nats per token, more than "
+                "algorithm.max_mismatch = %.1e: old log-probabilities are recomputed in this iteration.",
+                mismatch,
+                algorithm.max_mismatch,
+            )
         return True
 
     def _skip(self, grad_norm: float, metrics: dict[str, float], cause: str) -> StepResult:
