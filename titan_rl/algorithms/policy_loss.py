@@ -95,6 +95,11 @@ class PolicyLoss:
         """
         return Needs(old=steps_per_iteration > 1, reference=self.kl.coefficient > 0)
 
+    @property
+    def is_zero_without_advantage(self) -> bool:
+        """Whether a sample with advantage 0 adds nothing to loss and gradient: without a KL penalty."""
+        return self.kl.coefficient == 0
+
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Loss and metrics of one micro-batch.
 

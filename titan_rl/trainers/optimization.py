@@ -18,6 +18,7 @@ from titan_rl.policy.token_scores import LogprobScorer, PrepareInputs, token_sco
 from titan_rl.titan.collectives import Collectives
 
 _EMPTY_LENGTH = 8
+_LOSSES = ("loss/mean", "policy_loss/mean")
 
 
 @dataclass(slots=True)
@@ -28,6 +29,8 @@ class StepBatch:
         micro_batches: On the training device.
         num_loss_tokens: Trained tokens of the step over all ranks.
         num_samples: Samples of the step over all ranks.
+        num_computed_tokens: Trained tokens that are in a micro-batch, over all ranks; fewer than
+            ``num_loss_tokens`` when samples without a gradient are left out.
         old_logprobs: One ``[B, T]`` per micro-batch, or empty when the policy itself is the old policy.
         ref_logprobs: One ``[B, T]`` per micro-batch, or empty without a reference.
     """
@@ -35,6 +38,7 @@ class StepBatch:
     micro_batches: list[MicroBatch]
     num_loss_tokens: int
     num_samples: int
+    num_computed_tokens: int = 0
     old_logprobs: list[torch.Tensor] = field(default_factory=list)
     ref_logprobs: list[torch.Tensor] = field(default_factory=list)
 
@@ -45,6 +49,7 @@ def align_ranks(
     num_samples: int,
     collectives: Collectives,
     device: torch.device,
+    num_loss_tokens: int | None = None,
     empty_shape: tuple[int, int] = (1, _EMPTY_LENGTH),
 ) -> StepBatch:
     """Give every rank the same number of micro-batches and the global counts of the step.
@@ -56,16 +61,22 @@ def align_ranks(
         num_samples: This rank's samples.
         collectives: Of the run.
         device: Where training happens.
+        num_loss_tokens: This rank's trained tokens, those left out of ``micro_batches`` included; by default
+            nothing is left out.
         empty_shape: Rows and tokens of an empty micro-batch.
     """
-    tokens = sum(batch.num_loss_tokens for batch in micro_batches)
-    sums = collectives.reduce({"tokens": tokens, "samples": num_samples}, "sum")
+    computed = sum(batch.num_loss_tokens for batch in micro_batches)
+    tokens = computed if num_loss_tokens is None else num_loss_tokens
+    sums = collectives.reduce({"tokens": tokens, "computed": computed, "samples": num_samples}, "sum")
     count = int(collectives.reduce_scalar(len(micro_batches), "max"))
+    if sums["tokens"] and not count:
+        count = 1  # a step whose gradient is zero is still a step: moments decay, the schedule goes on
     padded = [*micro_batches] + [MicroBatch.empty(*empty_shape) for _ in range(count - len(micro_batches))]
     return StepBatch(
         micro_batches=[batch.to(device) for batch in padded],
         num_loss_tokens=int(sums["tokens"]),
         num_samples=int(sums["samples"]),
+        num_computed_tokens=int(sums["computed"]),
     )
 
 
@@ -149,28 +160,36 @@ def forward_backward(
 
 
 def reduce_metrics(
-    parts: Sequence[dict[str, torch.Tensor]], collectives: Collectives, *, prefix: str = "loss"
+    parts: Sequence[dict[str, torch.Tensor]], batch: StepBatch, collectives: Collectives
 ) -> dict[str, float]:
     """Put the metrics of all micro-batches and ranks together.
 
-    ``name/mean`` holds parts of a mean, which are added up; ``name/max`` holds maxima.
+    ``name/mean`` holds parts of a mean over all trained tokens, which are added up; ``name/max`` holds
+    maxima. The losses stay means over all trained tokens. The other means are taken over the tokens that were
+    computed, because of those left out nothing is known.
 
     Args:
         parts: One dict per micro-batch, all with the same names.
+        batch: The step, for its counts.
         collectives: Of the run.
-        prefix: Put before the names.
 
     Returns:
-        ``prefix/name`` for means and ``prefix/name_max`` for maxima.
+        ``loss/name`` for means and ``loss/name_max`` for maxima; empty when nothing was computed.
     """
+    if not batch.num_computed_tokens:
+        return {}
+    over_computed = batch.num_loss_tokens / batch.num_computed_tokens
     stacked: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
             stacked.setdefault(name, []).append(float(value))
-    sums = {name: math.fsum(values) for name, values in stacked.items() if name.endswith("/mean")}
+    sums = {
+        name: math.fsum(values) * (1.0 if name in _LOSSES else over_computed)
+        for name, values in stacked.items()
+        if name.endswith("/mean")
+    }
     maxima = {name: max(values) for name, values in stacked.items() if name.endswith("/max")}
     reduced: dict[str, Any] = collectives.reduce(sums, "sum") | collectives.reduce(maxima, "max")
     return {
-        f"{prefix}/{name.removesuffix('/mean').replace('/max', '_max')}": value
-        for name, value in reduced.items()
+        f"loss/{name.removesuffix('/mean').replace('/max', '_max')}": value for name, value in reduced.items()
     }

@@ -152,6 +152,7 @@ class Reporter:
             "throughput/generated_tokens_per_second": metrics["rollout/completion_tokens"]
             / max(seconds.get("generate", 0.0), 1e-9),
             "throughput/trained_tokens": trained,
+            "throughput/computed_tokens": sum(batch.num_computed_tokens for batch in batches),
             "weight_sync/probe_difference": trainer.last_push.probe_difference,
             "weight_sync/bytes": trainer.last_push.num_bytes,
             "memory/peak_gib": self._collectives.reduce_scalar(peak_memory_bytes() / 2**30, "max"),

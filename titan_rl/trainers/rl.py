@@ -276,7 +276,7 @@ class RLTrainer(Trainer):
             )
             norm = clip_grad_norm_(self.policy.parameters(), self.config.training.max_norm, foreach=True)
             grad_norm = float(norm)
-            metrics = reduce_metrics(parts, self.collectives)
+            metrics = reduce_metrics(parts, batch, self.collectives)
             if not math.isfinite(grad_norm):
                 return self._skip(grad_norm, metrics, f"the gradient norm is {grad_norm}")
             self.checkpointer.maybe_wait_for_staging()
@@ -328,17 +328,24 @@ class RLTrainer(Trainer):
         set_pg_timeouts(timedelta(seconds=longest), self.parallel_dims)
 
     def _batch(self, samples: list[Sample], advantages: list[float]) -> StepBatch:
-        training = self.config.training
+        training, batching = self.config.training, self.config.batching
+        chosen = list(range(len(samples)))
+        if batching.skip_zero_advantages and self.loss_fn.is_zero_without_advantage:
+            chosen = [index for index in chosen if advantages[index] != 0.0]
         micro_batches = pack(
-            samples,
-            advantages,
+            [samples[index] for index in chosen],
+            [advantages[index] for index in chosen],
             token_budget=training.seq_len,
             rows_per_micro_batch=training.local_batch_size,
-            pad_to=self.config.batching.pad_to,
+            pad_to=batching.pad_to,
         )
         self.report.count_padding(padding_fraction(micro_batches), len(micro_batches))
         return align_ranks(
-            micro_batches, num_samples=len(samples), collectives=self.collectives, device=self.device
+            micro_batches,
+            num_samples=len(samples),
+            num_loss_tokens=sum(sum(sample.loss_mask) for sample in samples),
+            collectives=self.collectives,
+            device=self.device,
         )
 
     def _recompute_old(self, batch: StepBatch) -> bool:

@@ -92,6 +92,11 @@ class BatchingSection:
     pad_to: Literal["longest", "token_budget"] = "longest"
     """Length of a micro-batch's rows: its longest row, or always the budget (one shape, for compilation)."""
 
+    skip_zero_advantages: bool = True
+    """Leave samples with advantage 0 (groups of equal rewards) out of the forward-backward when no KL penalty
+    would train them: their gradient is exactly 0. They still count where the loss is normalised, but the
+    other ``loss/`` metrics are then means over the computed samples only."""
+
 
 @dataclass(kw_only=True, slots=True)
 class ReferenceSection:
