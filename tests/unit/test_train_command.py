@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from titan_rl import train
+from titan_rl import evaluate, train
 
 TINY = Path(__file__).parents[2] / "titan_rl" / "assets" / "tiny_llama"
 
@@ -143,6 +143,14 @@ def test_without_arguments_the_usage_is_shown_and_it_is_a_mistake(capsys):
     assert train.main([]) == 2
     assert "torchrun [...] -m titan_rl.train CONFIG.toml" in capsys.readouterr().out
     assert train.main(["--help"]) == 0
+
+
+def test_an_evaluation_wants_the_file_of_an_rl_run_and_names_its_own_command(capsys, write, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert evaluate.main([write(SUPERVISED)]) == 2
+    assert "trainer must be rl for an evaluation; got 'supervised'" in capsys.readouterr().err
+    assert evaluate.main([write(RL)]) == 2
+    assert "-m titan_rl.evaluate CONFIG.toml" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------- before a process group
