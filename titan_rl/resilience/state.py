@@ -27,7 +27,7 @@ class RunState:
         skipped_steps: Steps that changed nothing (no trained token, or a non-finite gradient).
         dropped_samples: Rollouts whose reward failed.
         mean_mismatch: Mean difference of generator and trainer in the last iteration, nats per token;
-            infinite before it is measured. It decides where the next iteration's old log-probabilities come from.
+            infinite before it is measured. It decides where the next old log-probabilities come from.
     """
 
     FIELDS = ("iteration", "cursor", "policy_version", "skipped_steps", "dropped_samples")

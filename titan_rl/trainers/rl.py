@@ -184,8 +184,8 @@ class RLTrainer(Trainer):
             groups, stats = self.generate()
             batches = self.make_batches(groups)
             with self.timer.stage("score"):
+                old = self._old_scorer(batches)
                 for batch in batches:
-                    old = self.old_scorer if self._recompute_old(batch) else None
                     score_batch(batch, old=old, reference=self.reference)
             results = [self.optimizer_step(batch) for batch in batches]
             self.state.iteration += 1
@@ -348,25 +348,23 @@ class RLTrainer(Trainer):
             device=self.device,
         )
 
-    def _recompute_old(self, batch: StepBatch) -> bool:
-        """Whether the trainer must score under the old policy; otherwise the generator's values serve."""
+    def _old_scorer(self, batches: Sequence[StepBatch]) -> LogprobScorer | None:
+        """What scores under the old policy; None when nothing has to, the generator's values taken if needed."""
         if not self.needs.old:
-            return False
-        algorithm = self.config.algorithm
-        if algorithm.old_logprobs == "recompute":
-            return True
-        mismatch = self.state.mean_mismatch
-        if mismatch <= algorithm.max_mismatch:
-            batch.old_logprobs = [micro_batch.generator_logprobs for micro_batch in batch.micro_batches]
-            return False
-        if math.isfinite(mismatch):  # otherwise it was not measured yet
+            return None
+        algorithm, mismatch = self.config.algorithm, self.state.mean_mismatch
+        if algorithm.old_logprobs == "generator" and mismatch <= algorithm.max_mismatch:
+            for batch in batches:
+                batch.old_logprobs = [micro_batch.generator_logprobs for micro_batch in batch.micro_batches]
+            return None
+        if algorithm.old_logprobs == "generator" and math.isfinite(mismatch):  # infinite: not measured yet
             logger.warning(
                 "Generator and trainer differ by %.1e nats per token, more than "
                 "algorithm.max_mismatch = %.1e: old log-probabilities are recomputed in this iteration.",
                 mismatch,
                 algorithm.max_mismatch,
             )
-        return True
+        return self.old_scorer
 
     def _skip(self, grad_norm: float, metrics: dict[str, float], cause: str) -> StepResult:
         self.state.skipped_steps += 1
