@@ -184,7 +184,7 @@ class RLTrainer(Trainer):
             groups, stats = self.generate()
             batches = self.make_batches(groups)
             with self.timer.stage("score"):
-                old = self._old_scorer(batches)
+                old = self._choose_old_scorer(batches)
                 for batch in batches:
                     score_batch(batch, old=old, reference=self.reference)
             results = [self.optimizer_step(batch) for batch in batches]
@@ -348,8 +348,8 @@ class RLTrainer(Trainer):
             device=self.device,
         )
 
-    def _old_scorer(self, batches: Sequence[StepBatch]) -> LogprobScorer | None:
-        """What scores under the old policy; None when nothing has to, the generator's values taken if needed."""
+    def _choose_old_scorer(self, batches: Sequence[StepBatch]) -> LogprobScorer | None:
+        """What scores under the old policy; None when nothing has to, or the generator's values serve."""
         if not self.needs.old:
             return None
         algorithm, mismatch = self.config.algorithm, self.state.mean_mismatch
