@@ -26,3 +26,7 @@ def fails_for_most(rollout: Rollout) -> float:
     if rollout.prompt.metadata["a"] != 9:
         raise ValueError(f"no reward for {rollout.prompt.id}")
     return 1.0
+
+
+def fails_for_all(rollout: Rollout) -> float:
+    raise ValueError("no reward at all")

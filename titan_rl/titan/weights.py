@@ -77,10 +77,11 @@ class WeightStream:
         converted = self._adapter.to_hf({key: full})
         if not converted:
             raise ConfigError(
-                f"model parameter {key}",
+                f"model tensor {key}",
                 "be known to the model's state-dict adapter, so that it can reach the generator",
                 "no Hugging Face name",
-                "Extend the adapter's from_hf_map; a parameter that is trained but not pushed goes stale.",
+                "Extend the adapter's from_hf_map, or build the model without it (a router's expert_bias_E: "
+                "load_balance_coeff = None). What is trained but not pushed goes stale.",
             )
         return converted
 
@@ -148,7 +149,15 @@ def load_hf(model: nn.Module, adapter: BaseStateDictAdapter | None, directory: s
         if tied:
             # The adapters insist on a head or an embedding in every bucket; the name alone satisfies them.
             full.setdefault(TIED_HEAD, torch.empty(0))
-        native = {k: v for k, v in adapter.from_hf(full).items() if k in wanted}
+        try:
+            native = {k: v for k, v in adapter.from_hf(full).items() if k in wanted}
+        except RuntimeError as error:  # a projection cannot be cut into the model's heads
+            raise ConfigError(
+                f"{directory}: the tensors of {prefix.removesuffix('.')}",
+                "have the shapes that config.json says",
+                str(error),
+                "The weights and config.json do not belong together.",
+            ) from error
         _load_part(module, prefix, native, wanted, directory)
         unused -= set(hf_names)
     unused = {n for n in unused if not n.endswith("rotary_emb.inv_freq")}
