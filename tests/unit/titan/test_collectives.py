@@ -1,0 +1,54 @@
+"""Scalars over the data-parallel ranks, as far as one process can tell. Two ranks: test_fsdp_two_ranks.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from titan_rl.titan.collectives import Collectives
+
+
+@pytest.fixture(autouse=True)
+def process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def alone():
+    return Collectives(SimpleNamespace(dp_enabled=False), torch.device("cpu"))
+
+
+def in_a_group():
+    """A data-parallel group of one, so that the reduction itself runs."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("batch",))
+    return Collectives(
+        SimpleNamespace(dp_enabled=True, get_mesh=lambda name: mesh[name]), torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize("make", [alone, in_a_group])
+@pytest.mark.parametrize("how", ["sum", "max", "min"])
+def test_one_rank_gets_its_own_values_back_under_their_names(make, how):
+    collectives = make()
+    values = {"b": 3, "a": -0.1, "c": 2.0**53 + 2}
+    assert collectives.reduce(values, how) == values
+    assert collectives.reduce({}, how) == {}
+    assert collectives.reduce_scalar(0.3, how) == 0.3
+    place = (collectives.rank, collectives.world_size, collectives.data_rank, collectives.data_size)
+    assert place == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("make", [alone, in_a_group])
+def test_a_flag_is_set_when_it_is_set_here(make):
+    collectives = make()
+    assert collectives.any(True)
+    assert not collectives.any(False)
+    collectives.barrier()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(value):
+    assert str(in_a_group().reduce_scalar(value, "sum")) == str(value)
