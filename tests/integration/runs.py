@@ -93,7 +93,7 @@ class Run:
         found: dict[int, list[dict[str, Any]]] = {}
         for path in sorted((self.folder / "rollouts").glob(f"{kind}-*.jsonl")):
             number = int(path.name.split("-")[1].split(".")[0])
-            found.setdefault(number, []).extend(map(json.loads, path.read_text().splitlines()))
+            found.setdefault(number, []).extend(read_lines(path))
         return found
 
     def metrics(self) -> dict[str, dict[int, float]]:
@@ -104,6 +104,11 @@ class Run:
             for tag in events.Tags()["scalars"]:
                 scalars.setdefault(tag, {}).update({e.step: e.value for e in events.Scalars(tag)})
         return scalars
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, one a line."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def warm_up() -> None:
