@@ -45,7 +45,7 @@ class EvaluationTotals:
         num_passed: Scored completions that pass.
         reward: Sum of total rewards.
         pass_at_k: Sum over prompts of the estimate of :func:`pass_at_k`.
-        num_tokens: Completion tokens.
+        num_tokens: Tokens of the scored completions.
         num_failed: Completions whose reward failed; they score nothing and are left out.
     """
 
@@ -86,9 +86,10 @@ def total_up(groups: Sequence[Group], *, pass_threshold: float) -> EvaluationTot
     for group in groups:
         rewards = [r.reward.total for r in group.rollouts if r.reward is not None]
         num_failed += len(group.rollouts) - len(rewards)
-        num_tokens += sum(len(r.turns[-1].completion.token_ids) for r in group.rollouts)
         if not rewards:
             continue
+        scored = (r for r in group.rollouts if r.reward is not None)
+        num_tokens += sum(len(r.turns[-1].completion.token_ids) for r in scored)
         passed = sum(value >= pass_threshold for value in rewards)
         num_prompts += 1
         num_scored += len(rewards)

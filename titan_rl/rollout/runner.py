@@ -140,7 +140,13 @@ class RolloutRunner:
         self._generator.submit([request for request, _, _ in requests.values()])
         self._scoring = []
         for completion in self._generator.completions(self._timeout):
-            request, rollout, is_kept = requests.pop(completion.request_id)
+            asked = requests.pop(completion.request_id, None)
+            if asked is None:
+                raise GeneratorError(
+                    f"The generator must answer each request once; got another completion of "
+                    f"{completion.request_id!r}. Nothing else may be in flight."
+                )
+            request, rollout, is_kept = asked
             check_completion(completion, request, policy_version=policy_version)
             if is_kept:
                 self._finish(rollout, request, completion, stats)
