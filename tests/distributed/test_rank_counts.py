@@ -15,11 +15,11 @@ from tests.integration import runs
 
 pytestmark = pytest.mark.slow
 
-PROMPTS, GROUP_SIZE = 8, 8
+PROMPTS, GROUP_SIZE, STEPS = 8, 8, 8
 VLLM = ("generator.type", "vllm", "generator.kv_cache_gib", 0.125, "training.steps", 2)
 RUNS = {
-    "one rank": (1, ("training.steps", 6)),
-    "two ranks": (2, ("training.steps", 6)),
+    "one rank": (1, ("training.steps", STEPS)),
+    "two ranks": (2, ("training.steps", STEPS)),
     "vllm on each rank": (2, VLLM),
     "vllm over both ranks": (2, (*VLLM, "generator.tensor_parallel_degree", 2)),
 }
@@ -80,7 +80,7 @@ def test_each_of_two_ranks_has_half_of_the_prompts(started: dict[str, runs.Run],
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_take_the_steps_that_one_takes(started: dict[str, runs.Run], name: str) -> None:
     run = started[name]
-    steps = 2 if "vllm" in name else 6
+    steps = 2 if "vllm" in name else STEPS
     assert (run.status["step"], run.summary["policy_version"]) == (steps, steps)
     assert sorted(run.rollouts()) == list(range(1, steps + 1))
 

@@ -117,6 +117,13 @@ def warm_up() -> None:
     forkserver.ensure_running()
 
 
+def forked(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The value of a function of a module, called in a forked process: the caller imports no torch."""
+    warm_up()
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
 def two_at_a_time(starts: Mapping[str, Callable[[], Run]]) -> dict[str, Run]:
     """Start runs, wait for all of them, and have no more than two under way: the suite has two cores."""
     with ThreadPoolExecutor(2) as pool:
