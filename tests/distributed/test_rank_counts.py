@@ -15,7 +15,7 @@ from tests.integration import runs
 
 pytestmark = pytest.mark.slow
 
-PROMPTS, GROUP_SIZE, STEPS = 8, 8, 8
+PROMPTS, GROUP_SIZE, STEPS = 8, 8, 6
 VLLM = ("generator.type", "vllm", "generator.kv_cache_gib", 0.125, "training.steps", 2)
 RUNS = {
     "one rank": (1, ("training.steps", STEPS)),
