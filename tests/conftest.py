@@ -1,25 +1,7 @@
-"""What tests of several directories share: one pretrained tiny model per session."""
+"""Settings of all tests."""
 
-from __future__ import annotations
+from hypothesis import settings
 
-from pathlib import Path
-
-import pytest
-
-from tests.integration import runs
-
-
-@pytest.fixture(scope="session")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> runs.Run:
-    """TorchTitan's own trainer on sums whose digits come in either order: weak, but a model."""
-    folder = tmp_path_factory.mktemp("pretrained") / "run"
-    run = runs.torchrun(runs.CONFIGS / "pretrain.toml", folder=folder)
-    runs.warm_up()
-    return run.succeed()
-
-
-@pytest.fixture(scope="session")
-def initial_load_path(pretrained: runs.Run) -> Path:
-    """The pretrained model's checkpoint."""
-    (checkpoint,) = (pretrained.folder / "checkpoint").iterdir()
-    return checkpoint
+# A busy machine is no failure of the code: examples are not timed.
+settings.register_profile("titan_rl", deadline=None)
+settings.load_profile("titan_rl")

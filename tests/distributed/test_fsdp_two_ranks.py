@@ -80,7 +80,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     subprocess.run(
         [sys.executable, *command, str(Path(fsdp_worker.__file__)), str(directory)],
         check=True,
-        timeout=420,
+        timeout=900,
         env=os.environ | {"OMP_NUM_THREADS": "1", "TITAN_RL_DEVICE": "cpu", "PYTHONPATH": str(root)},
     )
     _run_alone(directory)

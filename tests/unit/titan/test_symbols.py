@@ -132,7 +132,7 @@ def test_every_name_of_vllm_exists_and_its_engine_takes_our_arguments():
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=300,
+        timeout=900,
         check=True,
     )
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
