@@ -1,4 +1,4 @@
-"""What tests of several directories share: one pretrained tiny model per session."""
+"""Settings of all tests, and what tests of several directories share: one pretrained tiny model per session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from tests.integration import runs
 
-# A busy machine is no failure of the code: hypothesis' examples are not timed.
+# A busy machine is no failure of the code: examples are not timed.
 settings.register_profile("titan_rl", deadline=None)
 settings.load_profile("titan_rl")
 
