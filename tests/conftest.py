@@ -1,4 +1,4 @@
-"""Settings of all tests, and what tests of several directories share: one pretrained tiny model per session."""
+"""Settings of all tests, and what several directories share: one pretrained tiny model per session."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ give to its rank. :func:`torchrun` starts the command that a user types.
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -45,7 +46,7 @@ class Run:
     log: Path
     processes: list[Any] = field(default_factory=list)
 
-    def wait(self, timeout: float = 300.0) -> list[int]:
+    def wait(self, timeout: float = 600.0) -> list[int]:
         """Exit code of each process; a process that is still there at the deadline is killed."""
         end = time.monotonic() + timeout
         codes = []
@@ -54,7 +55,7 @@ class Run:
                 try:
                     codes.append(process.wait(max(end - time.monotonic(), 0.1)))
                 except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
+                    _kill_group(process)
                     raise
             else:
                 process.join(max(end - time.monotonic(), 0.1))
@@ -64,7 +65,7 @@ class Run:
                 codes.append(process.exitcode)
         return codes
 
-    def succeed(self, timeout: float = 300.0) -> Run:
+    def succeed(self, timeout: float = 600.0) -> Run:
         """Wait, and expect exit code 0 of every rank."""
         codes = self.wait(timeout)
         assert not any(codes), f"exit codes {codes}\n{self.tail()}"
@@ -191,7 +192,14 @@ def spawn(command: Sequence[str], *, folder: Path, environment: Mapping[str, str
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    atexit.register(_kill_group, process)
     return Run(folder, log, [process])
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End what an interrupted test session leaves behind."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _arguments(config: Path, overrides: Sequence[object], folder: Path) -> list[str]:

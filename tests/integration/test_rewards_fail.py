@@ -31,7 +31,7 @@ def started(initial_load_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 
     return runs.two_at_a_time(
         {
-            "some": lambda: start("fails_for_some", "reward_workers.deadline_seconds", 1.5),
+            "some": lambda: start("fails_for_some", "reward_workers.deadline_seconds", 2.5),
             "most": lambda: start("fails_for_most"),
         }
     )
