@@ -29,6 +29,7 @@ from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.resilience.state import RunState, seed_process
 from titan_rl.rewards.pool import RewardPool
 from titan_rl.rollout.evaluation import EvaluationSection
+from titan_rl.rollout.permutation import permute_rewards
 from titan_rl.rollout.runner import RunStats
 from titan_rl.rollout.samples import to_samples
 from titan_rl.titan.api import CheckpointManager, Profiler, Trainer, clip_grad_norm_, logger, set_pg_timeouts
@@ -241,6 +242,8 @@ class RLTrainer(Trainer):
             self.generator.sleep()
         self.state.cursor += count
         self._check_rewards(groups)
+        if config.algorithm.permute_rewards:
+            permute_rewards(groups, self.run_seed)
         return groups, stats
 
     def make_batches(self, groups: Sequence[Group]) -> list[StepBatch]:

@@ -32,6 +32,10 @@ class AlgorithmSection:
     """Largest mean difference, in nats per token, at which the generator's log-probabilities are used; above
     it they are recomputed and a warning says so."""
 
+    permute_rewards: bool = False
+    """Control experiment: hand each group's rewards to its rollouts in a random order, before they are
+    recorded. The held-out score must then not rise; if it does, something other than the reward teaches."""
+
 
 @dataclass(kw_only=True, slots=True)
 class DataSection:
