@@ -55,6 +55,9 @@ TORCHTITAN_IMPORTS = {
     "torchtitan.models.common.decoder": {
         "Decoder": "The models that the local generator can run.",
     },
+    "torchtitan.models.common.decoder_sharding": {
+        "rowwise_config": "Layout of a value head under tensor parallelism.",
+    },
     "torchtitan.models.common.nn_modules": {
         "RMSNorm": "Norms of a model built from `config.json`.",
     },
@@ -65,7 +68,7 @@ TORCHTITAN_IMPORTS = {
         "ComplexRoPE": "Llama's rotary embedding.",
         "CosSinRoPE": "Qwen3's rotary embedding.",
         "Embedding": "Embedding of a model built from `config.json`.",
-        "Linear": "Head of a model built from `config.json`.",
+        "Linear": "Head of a model built from `config.json`, and base of a value model's.",
         "RoPE": "Common type of the rotary embeddings.",
         "attention": "Module in which masks are made without a compiler on a CPU.",
         "decoder": "Module whose decoder gets document spans for masks on a CPU.",
