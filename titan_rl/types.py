@@ -174,12 +174,14 @@ class Group:
         index: Its position in the global draw (the cursor).
         rollouts: The siblings, by ``sample_index``.
         prompt_token_ids: The prompt as the policy sees it, after the chat template.
+        baseline: A greedy rollout of the same prompt, where the algorithm asks for one.
     """
 
     prompt: Prompt
     index: int
     rollouts: list[Rollout]
     prompt_token_ids: tuple[int, ...] = ()
+    baseline: Rollout | None = None
 
 
 @dataclass(slots=True)

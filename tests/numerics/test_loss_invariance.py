@@ -9,8 +9,8 @@ fault.
 import pytest
 import torch
 
-from titan_rl.algorithms.components import KLPenalty
 from titan_rl.algorithms.interfaces import LossInputs
+from titan_rl.algorithms.penalties import KLPenalty
 from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.batching.pack import pack

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_rl.algorithms.components import Clipped, GroupNormalized, KLPenalty
-from titan_rl.algorithms.interfaces import LossInputs
+from titan_rl.algorithms.advantages import GroupNormalized
+from titan_rl.algorithms.interfaces import GroupRewards, LossInputs
+from titan_rl.algorithms.penalties import KLPenalty
 from titan_rl.algorithms.policy_loss import PolicyLoss
+from titan_rl.algorithms.surrogates import Clipped
 from titan_rl.functional import kl
 from titan_rl.functional.logprobs import chunked_logprobs
 
@@ -103,7 +105,7 @@ def test_another_clip_penalty_or_count_would_be_noticed(fault):
 
 @pytest.mark.parametrize(("normalise_std", "name"), [(True, "grpo"), (False, "grpo_no_std(dr_grpo)")])
 def test_advantages_equal_verl_s(normalise_std, name):
-    groups = [FIXTURE["scores"][:2].tolist(), FIXTURE["scores"][2:].tolist()]
+    groups = [GroupRewards(FIXTURE["scores"][rows].tolist()) for rows in (slice(2), slice(2, None))]
     advantages = GroupNormalized(GroupNormalized.Config(normalise_std=normalise_std))(groups)
     expected = torch.tensor(VERL["advantages"][name]["adv"])
     actual = torch.tensor(advantages)[:, None] * FIXTURE["mask"]

@@ -11,16 +11,14 @@ estimator of eq. 4. Two departures, both what TRL's and verl's users get today:
 
 from __future__ import annotations
 
-from titan_rl.algorithms.components import (
-    Clipped,
-    GroupNormalized,
-    KLPenalty,
-    NoCorrection,
-    TokenMean,
-    TokenRatio,
-)
+from titan_rl.algorithms.advantages import GroupNormalized
+from titan_rl.algorithms.aggregations import TokenMean
+from titan_rl.algorithms.corrections import NoCorrection
+from titan_rl.algorithms.penalties import KLPenalty
 from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.algorithms.preset import AlgorithmPreset
+from titan_rl.algorithms.ratios import TokenRatio
+from titan_rl.algorithms.surrogates import Clipped
 
 
 def preset() -> AlgorithmPreset:
@@ -30,7 +28,6 @@ def preset() -> AlgorithmPreset:
     0.2
     """
     return AlgorithmPreset(
-        name="grpo",
         advantage=GroupNormalized.Config(normalise_std=True, eps=1e-6),
         loss=PolicyLoss.Config(
             ratio=TokenRatio.Config(),

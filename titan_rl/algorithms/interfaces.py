@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -71,7 +71,8 @@ class LossInputs:
         old_logprobs: ``[B, T]`` fp32, or None for the policy's own values, which is exact while the weights
             are still those of the start of the iteration.
         ref_logprobs: ``[B, T]`` fp32 under the reference, or None.
-        entropy: ``[B, T]`` nats, or None.
+        entropy: ``[B, T]`` nats, with grad where an entropy bonus asks for it, or None.
+        teacher_kl: ``[B, T]`` nats, with grad, distance to the teacher's distribution, or None without one.
     """
 
     policy_logprobs: torch.Tensor
@@ -84,6 +85,7 @@ class LossInputs:
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
+    teacher_kl: torch.Tensor | None = None
 
     def check_shapes(self) -> None:
         """Raise ValueError unless all token tensors are ``[B, T]`` and ``loss_mask`` is bool."""
@@ -118,7 +120,15 @@ class LossInputs:
             old_logprobs=select(old.detach()),
             ref_logprobs=None if self.ref_logprobs is None else select(self.ref_logprobs.detach()),
             entropy=None if self.entropy is None else select(self.entropy),
+            teacher_kl=None if self.teacher_kl is None else select(self.teacher_kl),
         )
+
+
+def required(values: torch.Tensor | None, name: str) -> torch.Tensor:
+    """The tensor, or a ValueError that names what the caller left out."""
+    if values is None:
+        raise ValueError(f"{name} must be given to this loss; got None.")
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +157,76 @@ class SurrogateOutput(NamedTuple):
     """[B, T] bool, True where the upper bound did."""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupRewards:
+    """What an advantage sees of one group: its rollouts that have a reward, in their order.
+
+    Attributes:
+        rewards: Total reward of each rollout, after ``[shaping]``; at least one.
+        num_tokens: Sampled tokens of each rollout.
+        baseline: Reward of the greedy rollout of the same prompt; None unless ``needs.greedy_baseline``.
+    """
+
+    rewards: Sequence[float]
+    num_tokens: Sequence[int] = ()
+    baseline: float | None = None
+
+
 class Advantage(Protocol):
-    """From the rewards of groups to one advantage per rollout."""
+    """From the rewards of groups to one advantage per rollout, the same on all its tokens."""
 
     @property
     def needs(self) -> Needs:
         """What it asks of the rest of the system."""
         ...
 
-    def __call__(self, groups: Sequence[Sequence[float]]) -> list[float]:
-        """Rewards of each group's rollouts in, their advantages in the same order out, groups joined."""
+    def __call__(self, groups: Sequence[GroupRewards]) -> list[float]:
+        """Advantages of all rollouts: in the order of the rewards, the groups joined. Groups are whole."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenRewards:
+    """What an advantage per token sees of one micro-batch. ``[B, T]``, aligned with the prediction.
+
+    Attributes:
+        rewards: ``[B, T]`` fp32. What ``__call__`` gave a rollout stands at its last trained token; a KL
+            penalty in the reward is already subtracted at every trained token.
+        loss_mask: ``[B, T]`` bool, True where a token is trained.
+        sample_index: ``[B, T]`` int64, -1 in the padding.
+        values: ``[B, T]`` fp32 value of the state in which the token was sampled; None without a critic.
+    """
+
+    rewards: torch.Tensor
+    loss_mask: torch.Tensor
+    sample_index: torch.Tensor
+    values: torch.Tensor | None = None
+
+
+class TokenCredit(NamedTuple):
+    """What an advantage per token gives to one micro-batch."""
+
+    advantages: torch.Tensor
+    """[B, T] fp32, 0 where not trained."""
+    returns: torch.Tensor | None
+    """[B, T] fp32, what the critic is trained towards; None for no critic."""
+
+
+@runtime_checkable
+class TokenAdvantage(Protocol):
+    """An advantage that differs from token to token. It is assigned after scoring."""
+
+    @property
+    def needs(self) -> Needs:
+        """What it asks of the rest of the system."""
+        ...
+
+    def __call__(self, groups: Sequence[GroupRewards]) -> list[float]:
+        """What each rollout earns with its last token: its reward, perhaps against a baseline."""
+        ...
+
+    def over_tokens(self, tokens: TokenRewards) -> TokenCredit:
+        """Advantages of all trained tokens of a micro-batch; whole samples, no grad."""
         ...
 
 
@@ -176,11 +246,22 @@ class Surrogate(Protocol):
         ...
 
 
-class Correction(Protocol):
-    """Weights for the mismatch between the generator and the policy."""
+class CorrectionOutput(NamedTuple):
+    """Factors of the loss per token."""
 
-    def __call__(self, inputs: LossInputs) -> torch.Tensor | None:
-        """``[B, T]`` factors of the loss per token, no grad, 0 to reject a token; None for all ones."""
+    weights: torch.Tensor
+    """[B, T] fp32, no grad; 0 rejects a token."""
+    is_truncated: torch.Tensor
+    """[B, T] bool, True where a weight was cut to its bound."""
+    is_rejected: torch.Tensor
+    """[B, T] bool, True where a token is rejected."""
+
+
+class Correction(Protocol):
+    """Weights, or a rejection, for the mismatch between the generator and the policy."""
+
+    def __call__(self, inputs: LossInputs) -> CorrectionOutput | None:
+        """Factors of the loss per token, or None for all ones."""
         ...
 
 
@@ -193,11 +274,20 @@ class Aggregation(Protocol):
 
 
 class KL(Protocol):
-    """A penalty per token on the distance to the reference."""
+    """A penalty per token on the distance to the reference, in the loss or in the reward."""
 
     coefficient: float
-    """Its factor in the loss; at 0 no reference is needed."""
+    """Its factor, which a controller may change; at 0 from the start no reference is needed."""
 
-    def __call__(self, inputs: LossInputs) -> torch.Tensor:
-        """``[B, T]`` estimate with grad, without the coefficient; ``inputs.ref_logprobs`` is not None."""
+    @property
+    def is_in_reward(self) -> bool:
+        """Whether it is subtracted from the reward rather than added to the loss."""
+        ...
+
+    def __call__(self, policy_logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+        """``[B, T]`` estimate, without the coefficient; with grad where ``policy_logprobs`` has."""
+        ...
+
+    def adapted(self, measured: float, num_samples: int) -> float:
+        """The coefficient for the next iteration, after a mean KL per token over that many samples."""
         ...

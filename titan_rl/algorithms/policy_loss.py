@@ -11,11 +11,13 @@ from typing import Annotated, Protocol
 
 import torch
 
-from titan_rl.algorithms import components
+from titan_rl.algorithms.aggregations import TokenMean
+from titan_rl.algorithms.corrections import NoCorrection
 from titan_rl.algorithms.interfaces import (
     KL,
     Aggregation,
     Correction,
+    CorrectionOutput,
     LossInputs,
     LossOutput,
     Needs,
@@ -23,7 +25,10 @@ from titan_rl.algorithms.interfaces import (
     Surrogate,
     SurrogateOutput,
 )
+from titan_rl.algorithms.penalties import Distillation, EntropyBonus, KLPenalty
+from titan_rl.algorithms.ratios import TokenRatio
 from titan_rl.algorithms.registries import AGGREGATIONS, CORRECTIONS, KLS, RATIOS, SURROGATES
+from titan_rl.algorithms.surrogates import Clipped
 from titan_rl.config.choice import Choice, build
 from titan_rl.functional.aggregate import token_mean
 from titan_rl.functional.kl import k3
@@ -40,29 +45,34 @@ class CompileOptions(Protocol):
 
 
 class PolicyLoss:
-    """Ratio, surrogate, correction, aggregation and KL put together.
+    """Ratio, surrogate, correction, rejection, aggregation, KL and further terms put together.
 
-    ``loss = aggregate(weights * surrogate(ratio, advantages)) + coefficient * aggregate(kl)``
+    ``loss = aggregate(weights * keep * surrogate(ratio, advantages)) + kl.coefficient * aggregate(kl)
+    - entropy.coefficient * aggregate(entropy) + distillation.coefficient * aggregate(teacher_kl)``
+
+    A KL penalty that is placed in the reward is not part of the loss.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config:
         """The parts of the loss. The defaults are GRPO's."""
 
-        ratio: Annotated[object, Choice(RATIOS)] = field(default_factory=components.TokenRatio.Config)
+        ratio: Annotated[object, Choice(RATIOS)] = field(default_factory=TokenRatio.Config)
         """Policy against old policy: what is compared."""
-        surrogate: Annotated[object, Choice(SURROGATES)] = field(default_factory=components.Clipped.Config)
+        surrogate: Annotated[object, Choice(SURROGATES)] = field(default_factory=Clipped.Config)
         """Ratio and advantage to a loss per token."""
-        correction: Annotated[object, Choice(CORRECTIONS)] = field(
-            default_factory=components.NoCorrection.Config
-        )
+        correction: Annotated[object, Choice(CORRECTIONS)] = field(default_factory=NoCorrection.Config)
         """Weights for the mismatch between generator and policy."""
-        aggregation: Annotated[object, Choice(AGGREGATIONS)] = field(
-            default_factory=components.TokenMean.Config
-        )
+        rejection: Annotated[object, Choice(CORRECTIONS)] = field(default_factory=NoCorrection.Config)
+        """A second correction, multiplied with the first: what is too far off is not trained on."""
+        aggregation: Annotated[object, Choice(AGGREGATIONS)] = field(default_factory=TokenMean.Config)
         """Values per token to one number."""
-        kl: Annotated[object, Choice(KLS)] = field(default_factory=components.KLPenalty.Config)
+        kl: Annotated[object, Choice(KLS)] = field(default_factory=KLPenalty.Config)
         """Penalty on the distance to the reference; off at coefficient 0."""
+        entropy: EntropyBonus.Config = field(default_factory=EntropyBonus.Config)
+        """Bonus on the policy's entropy; off at coefficient 0."""
+        distillation: Distillation.Config = field(default_factory=Distillation.Config)
+        """Distance to a teacher; off at coefficient 0."""
 
         def build(self, *, compile_config: CompileOptions | None = None) -> PolicyLoss:
             """Build the loss, the way TorchTitan's trainer asks for it."""
@@ -79,9 +89,12 @@ class PolicyLoss:
         self.config = config
         self.ratio: RatioPart = build(config.ratio)
         self.surrogate: Surrogate = build(config.surrogate)
-        self.correction: Correction = build(config.correction)
+        self.corrections: tuple[Correction, ...] = (build(config.correction), build(config.rejection))
         self.aggregation: Aggregation = build(config.aggregation)
         self.kl: KL = build(config.kl)
+        self.entropy = EntropyBonus(config.entropy)
+        self.distillation = Distillation(config.distillation)
+        self._needs_reference = self.kl.coefficient > 0
         self._maths = self._compute
         if compile_config is not None and compile_config.enable and "loss" in compile_config.components:
             self._maths = torch.compile(self._compute, backend=compile_config.backend)
@@ -93,12 +106,17 @@ class PolicyLoss:
             steps_per_iteration: K. From the second step on the weights differ from those of the start of the
                 iteration, so their log-probabilities have to be kept.
         """
-        return Needs(old=steps_per_iteration > 1, reference=self.kl.coefficient > 0)
+        return Needs(
+            old=steps_per_iteration > 1 or (self._needs_reference and self.kl.is_in_reward),
+            reference=self._needs_reference,
+            teacher=self.distillation.coefficient > 0,
+        )
 
     @property
     def is_zero_without_advantage(self) -> bool:
-        """Whether a sample with advantage 0 adds nothing to loss and gradient: without a KL penalty."""
-        return self.kl.coefficient == 0
+        """Whether a sample with advantage 0 adds nothing to loss and gradient: without further terms."""
+        has_kl = self._needs_reference and not self.kl.is_in_reward
+        return not (has_kl or self.entropy.coefficient or self.distillation.coefficient)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Loss and metrics of one micro-batch.
@@ -113,35 +131,72 @@ class PolicyLoss:
             ValueError: When shapes do not fit, or the penalty is on and there are no ``ref_logprobs``.
         """
         inputs.check_shapes()
-        if self.kl.coefficient > 0 and inputs.ref_logprobs is None:
-            raise ValueError(
-                f"ref_logprobs must be given with a KL coefficient of {self.kl.coefficient}; got None."
-            )
-        # As tensors, the counts do not make torch.compile specialise on this step's values.
+        factors = {
+            "ref_logprobs": 0.0 if self.kl.is_in_reward else self.kl.coefficient,
+            "entropy": self.entropy.coefficient,
+            "teacher_kl": self.distillation.coefficient,
+        }
+        for name, factor in factors.items():
+            if factor > 0 and getattr(inputs, name) is None:
+                raise ValueError(f"{name} must be given with a coefficient of {factor}; got None.")
+        # As tensors, counts and an adaptive coefficient do not make torch.compile specialise on their values.
         device = inputs.policy_logprobs.device
         inputs = replace(
             inputs,
             num_loss_tokens=torch.as_tensor(inputs.num_loss_tokens, device=device),
             num_samples=torch.as_tensor(inputs.num_samples, device=device),
         )
-        loss, metrics = self._maths(inputs)
+        coefficient = torch.tensor(factors["ref_logprobs"], device=device)
+        loss, metrics = self._maths(inputs, coefficient)
         return LossOutput(loss, metrics)
 
-    def _compute(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _compute(
+        self, inputs: LossInputs, kl_coefficient: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """From here on nothing but tensors: this is what is compiled."""
         inputs = inputs.masked()
         ratio = self.ratio(inputs)
         surrogate = self.surrogate(inputs, ratio)
-        weights = self.correction(inputs)
-        per_token = surrogate.loss if weights is None else surrogate.loss * weights
+        corrections = [c for c in (part(inputs) for part in self.corrections) if c is not None]
+        per_token = surrogate.loss
+        for correction in corrections:
+            per_token = per_token * correction.weights
         policy_loss = self.aggregation(inputs, per_token)
         loss = policy_loss
-        if self.kl.coefficient > 0:
-            loss = loss + self.kl.coefficient * self.aggregation(inputs, self.kl(inputs))
+        if inputs.ref_logprobs is not None and self._needs_reference and not self.kl.is_in_reward:
+            kl = self.kl(inputs.policy_logprobs, inputs.ref_logprobs)
+            loss = loss + kl_coefficient * self.aggregation(inputs, kl)
+        if inputs.entropy is not None and self.entropy.coefficient > 0:
+            loss = loss - self.entropy.coefficient * self.aggregation(inputs, inputs.entropy)
+        if inputs.teacher_kl is not None and self.distillation.coefficient > 0:
+            loss = loss + self.distillation.coefficient * self.aggregation(inputs, inputs.teacher_kl)
         metrics = {"loss/mean": loss.detach(), "policy_loss/mean": policy_loss.detach()}
         with torch.no_grad():
             metrics.update(_metrics(inputs, ratio, surrogate))
+            if corrections:
+                metrics.update(_correction_metrics(inputs, corrections))
         return loss, metrics
+
+
+def _correction_metrics(
+    inputs: LossInputs, corrections: Sequence[CorrectionOutput]
+) -> dict[str, torch.Tensor]:
+    """What the corrections do to the trained tokens of the step."""
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return token_mean(values.float(), inputs.loss_mask, inputs.num_loss_tokens)
+
+    weights = torch.stack([c.weights for c in corrections]).prod(0)
+    is_truncated = torch.stack([c.is_truncated for c in corrections]).any(0)
+    is_rejected = torch.stack([c.is_rejected for c in corrections]).any(0)
+    return {
+        "correction_weight/mean": mean(weights),
+        # Parts of one ratio: the trainer turns them into the effective sample size.
+        "correction_weight_square/mean": mean(weights.square()),
+        "correction_weight/max": torch.where(inputs.loss_mask, weights, 0.0).amax(),
+        "correction_truncated_fraction/mean": mean(is_truncated),
+        "correction_rejected_fraction/mean": mean(is_rejected),
+    }
 
 
 def _metrics(inputs: LossInputs, ratio: Ratio, surrogate: SurrogateOutput) -> dict[str, torch.Tensor]:
@@ -176,4 +231,6 @@ def _metrics(inputs: LossInputs, ratio: Ratio, surrogate: SurrogateOutput) -> di
         metrics["reference_kl/mean"] = mean(k3(inputs.policy_logprobs, inputs.ref_logprobs))
     if inputs.entropy is not None:
         metrics["entropy/mean"] = mean(inputs.entropy)
+    if inputs.teacher_kl is not None:
+        metrics["teacher_kl/mean"] = mean(inputs.teacher_kl)
     return metrics

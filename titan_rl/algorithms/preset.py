@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 from titan_rl.algorithms.interfaces import Advantage, Needs
 from titan_rl.algorithms.policy_loss import PolicyLoss
+from titan_rl.algorithms.refill import RefillSection
+from titan_rl.algorithms.shaping import ShapingSection
 from titan_rl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmPreset:
-    """The defaults that ``[algorithm] type = "<name>"`` puts under ``[advantage]`` and ``[loss]``.
+    """The defaults that ``[algorithm] type = "<name>"`` puts under the tables of these names.
 
     Attributes:
-        name: The key of :data:`titan_rl.algorithms.registries.ALGORITHMS`.
         advantage: Config of an advantage.
         loss: Config of the loss.
+        shaping: What is done to rewards and advantages beside it.
+        refill: Whether groups that teach nothing are replaced.
     """
 
-    name: str
     advantage: object
     loss: PolicyLoss.Config
+    shaping: ShapingSection = field(default_factory=ShapingSection)
+    refill: RefillSection = field(default_factory=RefillSection)
+
+    def sections(self) -> dict[str, object]:
+        """The tables by name."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
 def derive_needs(advantage: Advantage, loss: PolicyLoss, *, steps_per_iteration: int) -> Needs:

@@ -10,25 +10,25 @@ ALGORITHMS = {
 }
 
 ADVANTAGES = {
-    "group_normalized": "titan_rl.algorithms.components:GroupNormalized",
+    "group_normalized": "titan_rl.algorithms.advantages:GroupNormalized",
 }
 
 RATIOS = {
-    "token": "titan_rl.algorithms.components:TokenRatio",
+    "token": "titan_rl.algorithms.ratios:TokenRatio",
 }
 
 SURROGATES = {
-    "clipped": "titan_rl.algorithms.components:Clipped",
+    "clipped": "titan_rl.algorithms.surrogates:Clipped",
 }
 
 CORRECTIONS = {
-    "none": "titan_rl.algorithms.components:NoCorrection",
+    "none": "titan_rl.algorithms.corrections:NoCorrection",
 }
 
 AGGREGATIONS = {
-    "token_mean": "titan_rl.algorithms.components:TokenMean",
+    "token_mean": "titan_rl.algorithms.aggregations:TokenMean",
 }
 
 KLS = {
-    "reference": "titan_rl.algorithms.components:KLPenalty",
+    "reference": "titan_rl.algorithms.penalties:KLPenalty",
 }

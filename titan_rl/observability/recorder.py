@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from titan_rl.types import Group
@@ -27,7 +27,11 @@ class RolloutRecorder:
         directory.mkdir(parents=True, exist_ok=True)
 
     def record(
-        self, kind: str, number: int, groups: Sequence[Group], advantages: Sequence[float] = ()
+        self,
+        kind: str,
+        number: int,
+        groups: Sequence[Group],
+        advantages: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
         """Write this rank's groups; the file appears whole or not at all.
 
@@ -35,9 +39,9 @@ class RolloutRecorder:
             kind: ``train`` (numbered by iteration) or ``evaluation`` (numbered by step).
             number: Iteration or step.
             groups: Scored groups.
-            advantages: One per scored rollout, in order; empty for evaluation.
+            advantages: By group index and sample index; a rollout without one was not trained on.
         """
-        remaining = iter(advantages)
+        advantages = advantages or {}
         lines = []
         for group in groups:
             for rollout in group.rollouts:
@@ -59,7 +63,7 @@ class RolloutRecorder:
                     "reward": None if reward is None else reward.total,
                     "reward_parts": None if reward is None else dict(reward.parts),
                     "reward_error": rollout.reward_error,
-                    "advantage": next(remaining, None) if reward is not None else None,
+                    "advantage": advantages.get((group.index, rollout.sample_index)),
                 }
                 lines.append(json.dumps(record, ensure_ascii=False) + "\n")
         path = self._directory / f"{kind}-{number:06d}.rank-{self._rank}.jsonl"

@@ -26,11 +26,15 @@ class RunState:
         policy_version: Optimiser updates applied.
         skipped_steps: Steps that changed nothing (no trained token, or a non-finite gradient).
         dropped_samples: Rollouts whose reward failed.
+        dropped_groups: Groups that were generated and not trained on, because they teach nothing or too few
+            of their rewards succeeded.
         mean_mismatch: Mean difference of generator and trainer in the last iteration, nats per token;
             infinite before it is measured. It decides where the next old log-probabilities come from.
+        kl_coefficient: Where the controller of the KL penalty has brought it; NaN before the first iteration.
     """
 
-    FIELDS = ("iteration", "cursor", "policy_version", "skipped_steps", "dropped_samples")
+    FIELDS = ("iteration", "cursor", "policy_version", "skipped_steps", "dropped_samples", "dropped_groups")
+    MEASURED = ("mean_mismatch", "kl_coefficient")
 
     def __init__(self, *, seed: int, data_fingerprint: str) -> None:
         """Start at zero.
@@ -40,17 +44,17 @@ class RunState:
             data_fingerprint: Names the contents of the training prompts.
         """
         self.iteration = self.cursor = self.policy_version = 0
-        self.skipped_steps = self.dropped_samples = 0
-        self.mean_mismatch = math.inf
+        self.skipped_steps = self.dropped_samples = self.dropped_groups = 0
+        self.mean_mismatch, self.kl_coefficient = math.inf, math.nan
         self.seed = seed
         self._data = derive_seed("data", data_fingerprint)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters as int64 tensors, the mismatch as float64."""
+        """Counters as int64 tensors, what was measured as float64."""
         values = {name: getattr(self, name) for name in self.FIELDS}
         values |= {"seed": self.seed & _MASK, "data": self._data}
         state = {name: torch.tensor(value, dtype=torch.int64) for name, value in values.items()}
-        return state | {"mean_mismatch": torch.tensor(self.mean_mismatch, dtype=torch.float64)}
+        return state | {n: torch.tensor(getattr(self, n), dtype=torch.float64) for n in self.MEASURED}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the counters.
@@ -73,7 +77,7 @@ class RunState:
                 "other prompts",
                 "Restore it, or choose another dump_folder for a new run.",
             )
-        for name in (*self.FIELDS, "mean_mismatch"):
+        for name in (*self.FIELDS, *self.MEASURED):
             setattr(self, name, stored[name])
 
 

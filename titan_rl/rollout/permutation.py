@@ -21,6 +21,6 @@ def permute_rewards(groups: Sequence[Group], run_seed: int) -> None:
     for group in groups:
         scored = [rollout for rollout in group.rollouts if rollout.reward is not None]
         rewards = [rollout.reward for rollout in scored]
-        random.Random(derive_seed(run_seed, "permute_rewards", group.index)).shuffle(rewards)  # noqa: S311
+        random.Random(derive_seed(run_seed, "permute_rewards", group.index)).shuffle(rewards)
         for rollout, reward in zip(scored, rewards, strict=True):
             rollout.reward = reward

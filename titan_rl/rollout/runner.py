@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from titan_rl.data.chat import PromptEncoder
 from titan_rl.errors import GeneratorError, RewardError
@@ -40,6 +40,11 @@ class RunStats:
     reward_failures: Counter[str] = field(default_factory=Counter)
     generation_seconds: float = 0.0
     reward_seconds: float = 0.0
+
+    def add(self, other: RunStats) -> None:
+        """Add the counts and seconds of another call."""
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
 
 class RolloutRunner:

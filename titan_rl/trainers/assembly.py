@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from titan_rl.algorithms.refill import has_signal
 from titan_rl.config.choice import build
 from titan_rl.data.chat import PromptEncoder, check_prompts
 from titan_rl.data.cursor import PromptStream
@@ -22,6 +23,7 @@ from titan_rl.rewards.pool import RewardPool
 from titan_rl.rewards.spec import RewardSpec
 from titan_rl.rollout.runner import RolloutRunner
 from titan_rl.rollout.share import Share
+from titan_rl.rollout.source import GroupSource, SourceOptions
 from titan_rl.titan.api import ModelSpec, logger
 from titan_rl.titan.device import choose_device
 from titan_rl.titan.hf_config import hf_from_spec, read_hf_config
@@ -212,6 +214,25 @@ def build_runner(trainer: RLTrainer, data: RunData) -> RolloutRunner:
         share=Share.of_rank(dist.get_rank(), dist.get_world_size(), degree),
         run_seed=trainer.run_seed,
         timeout_seconds=config.sampling.timeout_seconds,
+    )
+
+
+def build_source(trainer: RLTrainer, data: RunData) -> GroupSource:
+    """Where an iteration's groups come from."""
+    config = trainer.config
+    options = SourceOptions(
+        num_groups=config.data.prompts_per_iteration,
+        group_size=config.sampling.group_size,
+        sampling=data.sampling,
+        needs_baseline=trainer.needs.greedy_baseline,
+        max_refills=config.refill.max_rounds,
+    )
+    return GroupSource(
+        trainer.runner,
+        data.train,
+        options,
+        keep=has_signal,
+        sum_over_ranks=lambda value: trainer.collectives.reduce_scalar(value, "sum"),
     )
 
 

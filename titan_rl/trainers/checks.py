@@ -33,6 +33,7 @@ def check_config(config: RLTrainer.Config, *, world_size: int, device_type: str)
     _check_lengths(config)
     _check_sampling(config)
     _check_device(config, device_type)
+    config.loss.build()  # its parts refuse what contradicts itself
     check_composition(
         build(config.advantage).needs,
         group_size=config.sampling.group_size,

@@ -112,7 +112,7 @@ def _with_found_paths(table: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def _with_preset(config: Any, document: Document) -> Any:
-    """Put the advantage and loss of the named algorithm in place of the defaults."""
+    """Put the tables of the named algorithm in place of the defaults."""
     name = document.table.get("algorithm", {}).get("type", config.algorithm.type)
     preset = resolve(name, ALGORITHMS, "algorithm.type")()
-    return dataclasses.replace(config, advantage=preset.advantage, loss=preset.loss)
+    return dataclasses.replace(config, **preset.sections())

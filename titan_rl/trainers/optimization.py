@@ -16,6 +16,7 @@ from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.policy.token_scores import LogprobScorer, PrepareInputs, token_scores
 from titan_rl.titan.collectives import Collectives
+from titan_rl.types import Sample
 
 _EMPTY_LENGTH = 8
 _LOSSES = ("loss/mean", "policy_loss/mean")
@@ -31,16 +32,22 @@ class StepBatch:
         num_samples: Samples of the step over all ranks.
         num_computed_tokens: Trained tokens that are in a micro-batch, over all ranks; fewer than
             ``num_loss_tokens`` when samples without a gradient are left out.
+        samples: This rank's, those that ``sample_index`` of the micro-batches counts.
         old_logprobs: One ``[B, T]`` per micro-batch, or empty when the policy itself is the old policy.
         ref_logprobs: One ``[B, T]`` per micro-batch, or empty without a reference.
+        values: One ``[B, T]`` per micro-batch, or empty without a critic.
+        returns: The same, what the critic is trained towards.
     """
 
     micro_batches: list[MicroBatch]
     num_loss_tokens: int
     num_samples: int
     num_computed_tokens: int = 0
+    samples: Sequence[Sample] = ()
     old_logprobs: list[torch.Tensor] = field(default_factory=list)
     ref_logprobs: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+    returns: list[torch.Tensor] = field(default_factory=list)
 
 
 def align_ranks(
@@ -151,12 +158,17 @@ def forward_backward(
                     num_samples=batch.num_samples,
                     old_logprobs=batch.old_logprobs[index] if batch.old_logprobs else None,
                     ref_logprobs=batch.ref_logprobs[index] if batch.ref_logprobs else None,
-                    entropy=scores.entropy.detach() if scores.entropy is not None else None,
+                    entropy=_entropy(scores.entropy, with_grad=loss_fn.entropy.coefficient > 0),
                 )
             )
             output.loss.backward()
         metrics.append(output.metrics)
     return metrics
+
+
+def _entropy(entropy: torch.Tensor | None, *, with_grad: bool) -> torch.Tensor | None:
+    """Detached, its share of the backward pass is skipped."""
+    return entropy if entropy is None or with_grad else entropy.detach()
 
 
 def reduce_metrics(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from titan_rl.observability.progress import progress_line
 from titan_rl.observability.recorder import RolloutRecorder
 from titan_rl.observability.summary import RunSummary, read_scores, write_json
 from titan_rl.rollout.evaluation import total_up
-from titan_rl.rollout.runner import RunStats
+from titan_rl.rollout.source import Taken
 from titan_rl.titan.api import logger
 from titan_rl.titan.device import peak_memory_bytes
 from titan_rl.trainers import assembly
@@ -43,6 +43,7 @@ class Reporter:
         self._recorder = RolloutRecorder(self._folder / "rollouts", self._collectives.rank)
         self._summary = RunSummary()
         self._padding: list[tuple[float, int]] = []
+        self._credit: dict[str, float] = {}
         self._score: float | None = None
 
     def start(self) -> None:
@@ -56,18 +57,19 @@ class Reporter:
             self._summary.scores = {s: v for s, v in scores.items() if s <= trainer.step}
         self._collectives.barrier()
 
-    def record(
-        self, groups: Sequence[Group], trainable: Sequence[Group], advantages: Sequence[float]
-    ) -> None:
-        """Write this rank's rollouts of the iteration, with their advantages."""
-        values: Iterator[float] = iter(advantages)
-        kept = {id(group) for group in trainable}
-        aligned = []
-        for group in groups:
-            for rollout in group.rollouts:
-                if rollout.reward is not None:
-                    aligned.append(next(values) if id(group) in kept else 0.0)
-        self._recorder.record("train", self._trainer.state.iteration + 1, groups, aligned)
+    def record(self, taken: Taken, advantages: Mapping[tuple[int, int], float]) -> None:
+        """Write this rank's rollouts of the iteration, with the advantages of those that are trained on."""
+        groups = [*taken.groups, *taken.dropped]
+        self._recorder.record("train", self._trainer.state.iteration + 1, groups, advantages)
+
+    def credit(self, metrics: Mapping[str, float]) -> None:
+        """Remember what was measured while advantages were assigned, over all ranks."""
+        self._credit = dict(metrics)
+
+    def mean_kl(self, results: Sequence[StepResult]) -> float | None:
+        """Mean KL to the reference per token in this iteration; None where nothing measured it."""
+        values = [r.metrics["loss/reference_kl"] for r in results if "loss/reference_kl" in r.metrics]
+        return self._credit.get("reward/kl_mean", math.fsum(values) / len(values) if values else None)
 
     def count_padding(self, fraction: float, num_micro_batches: int) -> None:
         """Remember how much of this rank's rows was padding."""
@@ -133,15 +135,15 @@ class Reporter:
 
     def iteration(
         self,
-        groups: Sequence[Group],
-        stats: RunStats,
+        taken: Taken,
         batches: Sequence[StepBatch],
         results: Sequence[StepResult],
     ) -> None:
         """Reduce and report one iteration."""
         trainer = self._trainer
         seconds = trainer.timer.take()
-        metrics = self._rollout_metrics(groups, stats)
+        metrics = self._rollout_metrics(taken)
+        metrics |= self._credit
         metrics |= self._step_metrics(results)
         metrics |= {f"time/{stage}": seconds.get(stage, 0.0) for stage in _STAGES}
         tokens = metrics.pop("tokens")
@@ -186,7 +188,8 @@ class Reporter:
     def _total(self) -> int:
         return self._trainer.config.training.steps
 
-    def _rollout_metrics(self, groups: Sequence[Group], stats: RunStats) -> dict[str, float]:
+    def _rollout_metrics(self, taken: Taken) -> dict[str, float]:
+        groups, stats = [*taken.groups, *taken.dropped], taken.stats
         rewards = [r.reward for g in groups for r in g.rollouts if r.reward is not None]
         parts: dict[str, float] = {}
         for reward in rewards:
@@ -206,6 +209,7 @@ class Reporter:
             "failed": sum(stats.reward_failures.values()),
             "groups": len(groups),
             "equal": equal,
+            "dropped": len(taken.dropped),
         } | {f"part/{name}": parts.get(f"part/{name}", 0.0) for name in names}
         total = self._collectives.reduce(sums, "sum")
         count, rollouts = max(total["rewards"], 1), max(total["rollouts"], 1)
@@ -215,6 +219,8 @@ class Reporter:
             "reward/std": math.sqrt(max(total["square"] / count - mean**2, 0.0)),
             "reward/failed_fraction": total["failed"] / rollouts,
             "reward/equal_groups_fraction": total["equal"] / max(total["groups"], 1),
+            "rollout/dropped_groups": total["dropped"],
+            "rollout/rounds": taken.num_rounds,
             "rollout/completion_tokens": total["tokens"],
             "rollout/completion_tokens_mean": total["tokens"] / rollouts,
             "rollout/prompt_tokens_mean": total["prompt_tokens"] / rollouts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +16,9 @@ import tyro
 from titan_rl.algorithms import grpo
 from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.algorithms.preset import derive_needs
+from titan_rl.algorithms.refill import RefillSection
 from titan_rl.algorithms.registries import ADVANTAGES
+from titan_rl.algorithms.shaping import ShapingSection
 from titan_rl.batching.micro_batch import MicroBatch, padding_fraction
 from titan_rl.batching.pack import pack
 from titan_rl.batching.steps import split_into_steps
@@ -30,12 +32,13 @@ from titan_rl.resilience.state import RunState, seed_process
 from titan_rl.rewards.pool import RewardPool
 from titan_rl.rollout.evaluation import EvaluationSection
 from titan_rl.rollout.permutation import permute_rewards
-from titan_rl.rollout.runner import RunStats
 from titan_rl.rollout.samples import to_samples
+from titan_rl.rollout.source import Taken
 from titan_rl.titan.api import CheckpointManager, Profiler, Trainer, clip_grad_norm_, logger, set_pg_timeouts
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.models import ModelSection
 from titan_rl.trainers import assembly, checks, initial_weights
+from titan_rl.trainers.credit import Credit, mean_by_rollout
 from titan_rl.trainers.data_loaders import NoDataLoader
 from titan_rl.trainers.optimization import (
     StepBatch,
@@ -79,6 +82,8 @@ class RLTrainer(Trainer):
             default_factory=lambda: grpo.preset().advantage
         )
         """Rewards of a group to advantages."""
+        shaping: ShapingSection = field(default_factory=ShapingSection)
+        """What is done to rewards before the advantage, and to advantages after it."""
         # TorchTitan types these fields by their base classes; each is built by its own class alone.
         loss: PolicyLoss.Config = field(  # pyrefly: ignore[bad-override]
             default_factory=lambda: grpo.preset().loss
@@ -92,6 +97,8 @@ class RLTrainer(Trainer):
         """Worker processes that compute rewards, per rank."""
         sampling: SamplingSection = field(default_factory=SamplingSection)
         """How completions are drawn."""
+        refill: RefillSection = field(default_factory=RefillSection)
+        """Whether groups that teach nothing are replaced."""
         generator: Annotated[object, Choice(GENERATORS)] = field(default_factory=VllmGenerator.Config)
         """The engine that samples."""
         weight_sync: WeightSyncSection = field(default_factory=WeightSyncSection)
@@ -154,6 +161,14 @@ class RLTrainer(Trainer):
         self.generator = assembly.build_generator(self, data)
         self.rewards = assembly.build_rewards(config)
         self.runner = assembly.build_runner(self, data)
+        self.source = assembly.build_source(self, data)
+        self.credit = Credit(
+            self.advantage,
+            config.shaping,
+            kl_in_reward=self.loss_fn.kl if self.needs.reference and self.loss_fn.kl.is_in_reward else None,
+            max_tokens=config.sampling.max_tokens,
+            collectives=self.collectives,
+        )
         self.sync = WeightSync(
             config.weight_sync,
             stream=assembly.weight_stream(self),
@@ -182,18 +197,15 @@ class RLTrainer(Trainer):
         while self.should_continue_training():
             self.gc_handler.run(self.state.iteration + 1)
             seed_process(self.run_seed, self.state.iteration, self.collectives.rank)
-            groups, stats = self.generate()
-            batches = self.make_batches(groups)
-            with self.timer.stage("score"):
-                old = self._choose_old_scorer(batches)
-                for batch in batches:
-                    score_batch(batch, old=old, reference=self.reference)
+            taken = self.generate()
+            batches = self.make_batches(taken)
             results = [self.optimizer_step(batch) for batch in batches]
             self.state.iteration += 1
+            self._adapt_kl_coefficient(results, batches)
             self.sync_weights()
             if self._evaluation_is_due():
                 self.evaluate()
-            self.report.iteration(groups, stats, batches, results)
+            self.report.iteration(taken, batches, results)
             with self.timer.stage("checkpoint"):
                 is_last = self.step >= self.config.training.steps
                 self.checkpointer.save(self.step, last_step=is_last)
@@ -226,37 +238,38 @@ class RLTrainer(Trainer):
 
     # ------------------------------------------------------------------ stages of an iteration, in order
 
-    def generate(self) -> tuple[list[Group], RunStats]:
+    def generate(self) -> Taken:
         """Draw the next prompts, and sample and score their rollouts, on this rank's share."""
-        config = self.config
-        count = config.data.prompts_per_iteration
         with self.timer.stage("generate"):
             self.generator.wake_up()
-            prompts = self.data.train.take(self.state.cursor, count)
-            groups, stats = self.runner.run(
-                list(enumerate(prompts, start=self.state.cursor)),
-                group_size=config.sampling.group_size,
-                sampling=self.data.sampling,
-                policy_version=self.state.policy_version,
-            )
+            taken = self.source.take(self.state.cursor, self.state.policy_version)
             self.generator.sleep()
-        self.state.cursor += count
-        self._check_rewards(groups)
-        if config.algorithm.permute_rewards:
-            permute_rewards(groups, self.run_seed)
-        return groups, stats
+        self.state.cursor += taken.num_drawn
+        if self.config.algorithm.permute_rewards:
+            permute_rewards(taken.groups, self.run_seed)
+        self._check_rewards(taken)
+        return taken
 
-    def make_batches(self, groups: Sequence[Group]) -> list[StepBatch]:
-        """Cut samples, compute advantages, and pack them for each optimiser step of the iteration."""
-        trainable = [g for g in groups if self._num_scored(g) >= self.needs.smallest_group]
-        samples = to_samples(trainable)
-        rewards = [[r.reward.total for r in g.rollouts if r.reward is not None] for g in trainable]
-        advantages = self.advantage(rewards)
-        self.report.record(groups, trainable, advantages)
+    def make_batches(self, taken: Taken) -> list[StepBatch]:
+        """Cut samples, pack them for each optimiser step of the iteration, score them, assign advantages."""
+        groups = [group for group in taken.groups if self._is_trainable(group)]
+        num_dropped = len(taken.dropped) + len(taken.groups) - len(groups)
+        self.state.dropped_groups += int(self.collectives.reduce_scalar(num_dropped, "sum"))
+        shaping, per_rollout = self.config.shaping, {}
+        if not self.credit.needs_scores:
+            per_rollout = self.credit.of_rollouts(groups)
+        samples = to_samples(groups, mask_truncated=shaping.mask_truncated)
         steps = split_into_steps(samples, self.config.algorithm.steps_per_iteration)
-        return [
-            self._batch([samples[i] for i in chosen], [advantages[i] for i in chosen]) for chosen in steps
-        ]
+        batches = [self._batch([samples[i] for i in chosen], per_rollout) for chosen in steps]
+        with self.timer.stage("score"):
+            old = self._choose_old_scorer(batches)
+            for batch in batches:
+                score_batch(batch, old=old, reference=self.reference)
+            if self.credit.needs_scores:
+                self.report.credit(self.credit.assign(groups, batches))
+                per_rollout = mean_by_rollout(batches)
+        self.report.record(taken, per_rollout)
+        return batches
 
     def optimizer_step(self, batch: StepBatch) -> StepResult:
         """Train on one batch: forward-backward over its micro-batches, clip, step.
@@ -326,30 +339,39 @@ class RLTrainer(Trainer):
                 "checkpoint.load_step", "name a checkpoint of this run", step, f"{error}."
             ) from error
         sampling, comm = self.config.sampling, self.config.comm
+        if not math.isnan(self.state.kl_coefficient):
+            self.loss_fn.kl.coefficient = self.state.kl_coefficient
         # A rank may wait this long for the slowest one's rollouts.
         longest = max(2 * sampling.timeout_seconds, comm.train_timeout_seconds)
         set_pg_timeouts(timedelta(seconds=longest), self.parallel_dims)
 
-    def _batch(self, samples: list[Sample], advantages: list[float]) -> StepBatch:
+    def _batch(self, samples: list[Sample], per_rollout: Mapping[tuple[int, int], float]) -> StepBatch:
+        """Pack one step's samples; without ``per_rollout`` their advantages are assigned later."""
         training, batching = self.config.training, self.config.batching
-        chosen = list(range(len(samples)))
-        if batching.skip_zero_advantages and self.loss_fn.is_zero_without_advantage:
+        advantages = [per_rollout.get((s.group_index, s.sample_index), 0.0) for s in samples]
+        chosen = [index for index, sample in enumerate(samples) if any(sample.loss_mask)]
+        num_samples = len(chosen)
+        may_skip = batching.skip_zero_advantages and self.loss_fn.is_zero_without_advantage
+        if may_skip and not self.credit.needs_scores:
             chosen = [index for index in chosen if advantages[index] != 0.0]
+        packed = [samples[index] for index in chosen]
         micro_batches = pack(
-            [samples[index] for index in chosen],
+            packed,
             [advantages[index] for index in chosen],
             token_budget=training.seq_len,
             rows_per_micro_batch=training.local_batch_size,
             pad_to=batching.pad_to,
         )
         self.report.count_padding(padding_fraction(micro_batches), len(micro_batches))
-        return align_ranks(
+        batch = align_ranks(
             micro_batches,
-            num_samples=len(samples),
+            num_samples=num_samples,
             num_loss_tokens=sum(sum(sample.loss_mask) for sample in samples),
             collectives=self.collectives,
             device=self.device,
         )
+        batch.samples = packed
+        return batch
 
     def _choose_old_scorer(self, batches: Sequence[StepBatch]) -> LogprobScorer | None:
         """What scores under the old policy; None when nothing has to, or the generator's values serve."""
@@ -381,12 +403,14 @@ class RLTrainer(Trainer):
             )
         return StepResult(is_applied=False, grad_norm=grad_norm, metrics=metrics)
 
-    def _check_rewards(self, groups: Sequence[Group]) -> None:
-        rollouts = [r for g in groups for r in g.rollouts]
+    def _check_rewards(self, taken: Taken) -> None:
+        rollouts = [r for g in (*taken.groups, *taken.dropped) for r in g.rollouts]
+        rollouts += [g.baseline for g in (*taken.groups, *taken.dropped) if g.baseline is not None]
         failed = [r for r in rollouts if r.reward is None]
         sums = self.collectives.reduce({"failed": len(failed), "all": len(rollouts)}, "sum")
         self.state.dropped_samples += int(sums["failed"])
         if sums["failed"] > self.config.resilience.max_failed_reward_fraction * sums["all"]:
+            self.report.record(taken, {})  # what failed can then be looked at
             cause = failed[0].reward_error if failed else "see the other ranks' logs"
             raise TitanRLError(
                 f"{int(sums['failed'])} of {int(sums['all'])} rewards failed, more than "
@@ -395,9 +419,19 @@ class RLTrainer(Trainer):
         if failed:
             logger.warning("%d rewards failed on this rank; first: %s", len(failed), failed[0].reward_error)
 
-    @staticmethod
-    def _num_scored(group: Group) -> int:
-        return sum(r.reward is not None for r in group.rollouts)
+    def _is_trainable(self, group: Group) -> bool:
+        """Whether enough of its rollouts have a reward, and its baseline too where there is one."""
+        num_scored = sum(r.reward is not None for r in group.rollouts)
+        has_baseline = group.baseline is None or group.baseline.reward is not None
+        return num_scored >= self.needs.smallest_group and has_baseline
+
+    def _adapt_kl_coefficient(self, results: Sequence[StepResult], batches: Sequence[StepBatch]) -> None:
+        """Let the controller of the KL penalty see what was measured."""
+        measured = self.report.mean_kl(results)
+        if measured is not None:
+            num_samples = sum(batch.num_samples for batch in batches)
+            self.loss_fn.kl.coefficient = self.loss_fn.kl.adapted(measured, num_samples)
+            self.state.kl_coefficient = self.loss_fn.kl.coefficient
 
     def _evaluation_is_due(self) -> bool:
         interval = self.config.evaluation.interval_steps

@@ -16,7 +16,7 @@ def test_a_line_holds_one_rollout_with_its_reward_and_advantage(tmp_path):
     recorder = RolloutRecorder(tmp_path / "rollouts", rank=2)
     group = make_group(7, [0.5])
     group.rollouts = [make_rollout(prompt=group.prompt, tokens=(9, 8, 7), reward=0.5, is_truncated=True)]
-    recorder.record("train", 12, [group], [1.25])
+    recorder.record("train", 12, [group], {(group.index, 0): 1.25})
     (record,) = read(tmp_path / "rollouts" / "train-000012.rank-2.jsonl")
     assert record == {
         "prompt_id": "p7",
@@ -38,11 +38,10 @@ def test_a_line_holds_one_rollout_with_its_reward_and_advantage(tmp_path):
     }
 
 
-def test_advantages_go_to_the_scored_rollouts_in_order(tmp_path):
+def test_advantages_go_to_their_rollouts_and_the_others_have_none(tmp_path):
     recorder = RolloutRecorder(tmp_path, rank=0)
-    recorder.record(
-        "train", 1, [make_group(0, [1.0, None, 0.0]), make_group(1, [None, 2.0])], [0.1, 0.2, 0.3]
-    )
+    groups = [make_group(0, [1.0, None, 0.0]), make_group(1, [None, 2.0])]
+    recorder.record("train", 1, groups, {(1, 1): 0.3, (0, 2): 0.2, (0, 0): 0.1})
     records = read(tmp_path / "train-000001.rank-0.jsonl")
     assert [record["advantage"] for record in records] == [0.1, None, 0.2, None, 0.3]
     assert [record["reward"] for record in records] == [1.0, None, 0.0, None, 2.0]
@@ -62,7 +61,7 @@ def test_text_that_is_not_ascii_stays_readable(tmp_path):
     group.rollouts[0].turns[0] = (
         group.rollouts[0].turns[0].__class__((1,), group.rollouts[0].turns[0].completion, "ä\n\u2028ß")
     )
-    recorder.record("train", 1, [group], [0.0])
+    recorder.record("train", 1, [group], {(0, 0): 0.0})
     raw = (tmp_path / "train-000001.rank-0.jsonl").read_text(encoding="utf-8")
     assert "ä" in raw
     assert raw.count("\n") == 1
@@ -71,8 +70,8 @@ def test_text_that_is_not_ascii_stays_readable(tmp_path):
 
 def test_an_iteration_done_again_replaces_its_file_and_leaves_nothing_beside_it(tmp_path):
     recorder = RolloutRecorder(tmp_path, rank=0)
-    recorder.record("train", 3, [make_group(0, [1.0, 0.0])], [1.0, -1.0])
-    recorder.record("train", 3, [make_group(5, [0.0])], [0.0])
+    recorder.record("train", 3, [make_group(0, [1.0, 0.0])], {(0, 0): 1.0, (0, 1): -1.0})
+    recorder.record("train", 3, [make_group(5, [0.0])], {(5, 0): 0.0})
     (path,) = tmp_path.iterdir()
     assert [record["prompt_index"] for record in read(path)] == [5]
 
@@ -97,9 +96,9 @@ def test_a_resumed_run_takes_away_what_it_does_again(tmp_path):
 
 def test_a_write_that_fails_leaves_the_file_of_before(tmp_path):
     recorder = RolloutRecorder(tmp_path, rank=0)
-    recorder.record("train", 1, [make_group(0, [1.0])], [1.0])
+    recorder.record("train", 1, [make_group(0, [1.0])], {(0, 0): 1.0})
     bad = make_group(0, [1.0])
     bad.rollouts[0].seed = object()
     with pytest.raises(TypeError):
-        recorder.record("train", 1, [bad], [1.0])
+        recorder.record("train", 1, [bad], {(0, 0): 1.0})
     assert read(tmp_path / "train-000001.rank-0.jsonl")[0]["advantage"] == 1.0

@@ -1,0 +1,27 @@
+"""Dynamic sampling: groups that teach nothing are replaced until the batch is full, within a budget.
+
+Yu et al. 2025 (DAPO, arXiv 2503.14476), section 3.2. The replacing is the trainer's; this decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge
+
+from titan_rl.types import Group
+
+
+@dataclass(kw_only=True, slots=True)
+class RefillSection:
+    """Table ``[refill]``."""
+
+    max_rounds: Annotated[int, Ge(0)] = 0
+    """Replace groups whose rewards are all equal by groups of further prompts, in at most this many rounds
+    of generation per iteration; 0 is off. The run ends with an error when the last round leaves a gap."""
+
+
+def has_signal(group: Group) -> bool:
+    """Whether the rewards of a group differ, so that its advantages are not all 0."""
+    return len({rollout.reward.total for rollout in group.rollouts if rollout.reward is not None}) > 1

@@ -1,0 +1,217 @@
+"""Who gets the credit: from scored groups to an advantage at every trained token. What an advantage is worth
+is the algorithm's business (:mod:`titan_rl.algorithms`); this finds the tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from titan_rl.algorithms.interfaces import KL, Advantage, TokenAdvantage, TokenRewards
+from titan_rl.algorithms.shaping import ShapingSection, group_rewards, set_weight
+from titan_rl.batching.micro_batch import MicroBatch
+from titan_rl.functional.whitening import whiten, whitening_sums
+from titan_rl.titan.collectives import Collectives
+from titan_rl.trainers.optimization import StepBatch
+from titan_rl.types import Group, Sample
+
+RolloutKey = tuple[int, int]
+"""``(Group.index, Rollout.sample_index)``: names a rollout of an iteration."""
+
+
+class Credit:
+    """Shapes rewards, asks the advantage, and puts what it says at the tokens of scored batches."""
+
+    def __init__(
+        self,
+        advantage: Advantage,
+        shaping: ShapingSection,
+        *,
+        kl_in_reward: KL | None,
+        max_tokens: int,
+        collectives: Collectives,
+    ) -> None:
+        """Bind the parts.
+
+        Args:
+            advantage: Per rollout, or a :class:`TokenAdvantage`.
+            shaping: ``[shaping]``.
+            kl_in_reward: The penalty that is subtracted from rewards; None for none.
+            max_tokens: ``sampling.max_tokens``.
+            collectives: Of the run.
+        """
+        self._advantage, self._shaping, self._kl = advantage, shaping, kl_in_reward
+        self._max_tokens, self._collectives = max_tokens, collectives
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether advantages are known only after scoring; otherwise :meth:`of_rollouts` is all."""
+        is_per_token = isinstance(self._advantage, TokenAdvantage)
+        return is_per_token or self._kl is not None or self._shaping.whiten
+
+    def of_rollouts(
+        self, groups: Sequence[Group], penalties: Mapping[RolloutKey, float] | None = None
+    ) -> dict[RolloutKey, float]:
+        """What the advantage gives to each scored rollout, times the weight of its prompt set.
+
+        Args:
+            groups: To be trained on.
+            penalties: Subtracted from the rewards first.
+        """
+        rewards = group_rewards(groups, self._shaping, self._max_tokens, penalties)
+        scored = [(g, r) for g in groups for r in g.rollouts if r.reward is not None]
+        values = self._advantage(rewards)
+        weights = [set_weight(group, self._shaping) for group, _ in scored]
+        return {
+            (group.index, rollout.sample_index): value * weight
+            for (group, rollout), value, weight in zip(scored, values, weights, strict=True)
+        }
+
+    def assign(self, groups: Sequence[Group], batches: Sequence[StepBatch]) -> dict[str, float]:
+        """Put advantages, and returns for a critic, into the scored batches of an iteration. Collective.
+
+        Args:
+            groups: Those of the batches.
+            batches: With old and reference log-probabilities and values where needed; changed in place.
+
+        Returns:
+            Metrics over all ranks.
+        """
+        metrics: dict[str, float] = {}
+        penalties = self._kl_penalties(batches, metrics)
+        if isinstance(self._advantage, TokenAdvantage):
+            self._assign_per_token(self._advantage, self.of_rollouts(groups), batches, penalties)
+        else:
+            per_rollout = self.of_rollouts(groups, _sum_by_rollout(batches, penalties))
+            for batch in batches:
+                values = _per_sample(batch.samples, per_rollout)
+                self._replace(batch, [spread(values, m) for m in batch.micro_batches])
+        if self._shaping.whiten:
+            self._whiten(batches)
+        return metrics
+
+    def _kl_penalties(
+        self, batches: Sequence[StepBatch], metrics: dict[str, float]
+    ) -> list[list[torch.Tensor]] | None:
+        """Coefficient times estimate at the trained tokens of every micro-batch."""
+        if self._kl is None:
+            return None
+        estimates = []
+        for batch in batches:
+            pairs = zip(batch.micro_batches, batch.old_logprobs, batch.ref_logprobs, strict=True)
+            estimates.append([torch.where(m.loss_mask, self._kl(old, ref), 0.0) for m, old, ref in pairs])
+        sums = {"kl": sum(float(e.sum()) for of_step in estimates for e in of_step)}
+        tokens = max(sum(batch.num_computed_tokens for batch in batches), 1)
+        metrics["reward/kl_mean"] = self._collectives.reduce(sums, "sum")["kl"] / tokens
+        metrics["reward/kl_coefficient"] = self._kl.coefficient
+        return [[e * self._kl.coefficient for e in of_step] for of_step in estimates]
+
+    def _assign_per_token(
+        self,
+        advantage: TokenAdvantage,
+        outcomes: Mapping[RolloutKey, float],
+        batches: Sequence[StepBatch],
+        penalties: list[list[torch.Tensor]] | None,
+    ) -> None:
+        for step, batch in enumerate(batches):
+            values = _per_sample(batch.samples, outcomes)
+            advantages: list[torch.Tensor] = []
+            for i, micro_batch in enumerate(batch.micro_batches):
+                at_end = last_loss_token(micro_batch, len(batch.samples))
+                rewards = torch.where(at_end, spread(values, micro_batch), 0.0)
+                credit = advantage.over_tokens(
+                    TokenRewards(
+                        rewards=rewards if penalties is None else rewards - penalties[step][i],
+                        loss_mask=micro_batch.loss_mask,
+                        sample_index=micro_batch.sample_index,
+                        values=batch.values[i] if batch.values else None,
+                    )
+                )
+                advantages.append(credit.advantages)
+                if credit.returns is not None:
+                    batch.returns.append(credit.returns)
+            self._replace(batch, advantages)
+
+    def _whiten(self, batches: Sequence[StepBatch]) -> None:
+        of_all = [m for batch in batches for m in batch.micro_batches]
+        local = [whitening_sums(m.advantages, m.loss_mask) for m in of_all]
+        names = ("count", "sum", "square")
+        totals = {name: sum(float(part[i]) for part in local) for i, name in enumerate(names)}
+        reduced = self._collectives.reduce(totals, "sum")
+        for batch in batches:
+            whitened = [
+                whiten(m.advantages, m.loss_mask, *(reduced[name] for name in names))
+                for m in batch.micro_batches
+            ]
+            self._replace(batch, whitened)
+
+    @staticmethod
+    def _replace(batch: StepBatch, advantages: Sequence[torch.Tensor]) -> None:
+        batch.micro_batches = [
+            dataclasses.replace(m, advantages=a) for m, a in zip(batch.micro_batches, advantages, strict=True)
+        ]
+
+
+def spread(values: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+    """Put one value per sample at all its trained tokens; 0 elsewhere.
+
+    Args:
+        values: ``[N]``, one per sample of the step.
+        micro_batch: With ``sample_index`` in ``-1 ... N - 1``.
+    """
+    if not len(values):
+        return torch.zeros_like(micro_batch.advantages)
+    values = values.to(micro_batch.advantages)
+    return torch.where(micro_batch.loss_mask, values[micro_batch.sample_index.clamp(min=0)], 0.0)
+
+
+def last_loss_token(micro_batch: MicroBatch, num_samples: int) -> torch.Tensor:
+    """``[B, T]`` bool, True at the last trained token of each sample that has one."""
+    mask = micro_batch.loss_mask
+    flat = torch.arange(mask.numel(), device=mask.device).view(mask.shape)
+    last = torch.full((num_samples,), -1, device=mask.device)
+    last = last.scatter_reduce(0, micro_batch.sample_index[mask], flat[mask], "amax")
+    found = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
+    found[last[last >= 0]] = True
+    return found.view(mask.shape)
+
+
+def mean_by_rollout(batches: Sequence[StepBatch]) -> dict[RolloutKey, float]:
+    """Mean advantage over the trained tokens of each rollout in the batches, for the record."""
+    sums: dict[RolloutKey, float] = {}
+    counts: dict[RolloutKey, int] = {}
+    for batch in batches:
+        for micro_batch in batch.micro_batches:
+            mask = micro_batch.loss_mask
+            indices = micro_batch.sample_index[mask].tolist()
+            for index, value in zip(indices, micro_batch.advantages[mask].tolist(), strict=True):
+                key = _key(batch.samples[index])
+                sums[key] = sums.get(key, 0.0) + value
+                counts[key] = counts.get(key, 0) + 1
+    return {key: total / counts[key] for key, total in sums.items()}
+
+
+def _key(sample: Sample) -> RolloutKey:
+    return sample.group_index, sample.sample_index
+
+
+def _per_sample(samples: Sequence[Sample], of_rollouts: Mapping[RolloutKey, float]) -> torch.Tensor:
+    return torch.tensor([of_rollouts[_key(sample)] for sample in samples], dtype=torch.float64)
+
+
+def _sum_by_rollout(
+    batches: Sequence[StepBatch], values: list[list[torch.Tensor]] | None
+) -> dict[RolloutKey, float] | None:
+    """Sum of a value per token over the tokens of each rollout."""
+    if values is None:
+        return None
+    sums: dict[RolloutKey, float] = {}
+    for batch, of_step in zip(batches, values, strict=True):
+        totals = torch.zeros(len(batch.samples), dtype=torch.float64)
+        for micro_batch, value in zip(batch.micro_batches, of_step, strict=True):
+            mask = micro_batch.loss_mask
+            totals.index_add_(0, micro_batch.sample_index[mask].cpu(), value[mask].double().cpu())
+        for sample, total in zip(batch.samples, totals.tolist(), strict=True):
+            sums[_key(sample)] = sums.get(_key(sample), 0.0) + total
+    return sums
