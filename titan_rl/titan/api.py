@@ -3,6 +3,7 @@
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
+from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.config.configs import TrainingConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.distributed.utils import clip_grad_norm_, set_pg_timeouts
@@ -16,6 +17,7 @@ __all__ = [
     "BaseDataLoader",
     "CheckpointManager",
     "CrossEntropyLoss",
+    "LRSchedulersContainer",
     "ModelSpec",
     "Profiler",
     "SelectiveAC",

@@ -17,6 +17,7 @@ TORCHTITAN_IMPORTS = {
         "IGNORE_INDEX": "Label of tokens that are not trained in supervised runs.",
     },
     "torchtitan.components.optimizer": {
+        "LRSchedulersContainer": "The critic's schedule, and its configuration.",
         "OptimizersContainer": "The optimiser's configuration, which `[optimizer]` becomes.",
         "ParamGroupConfig": "The one parameter group that `[optimizer]` describes.",
     },
