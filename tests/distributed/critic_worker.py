@@ -1,0 +1,304 @@
+"""What test_critic_two_ranks.py computes, on one rank or on two: ``torchrun ... critic_worker.py DIRECTORY``.
+
+Every rank writes ``world<N>.rank<R>.json``; rank 0 also writes whole tensors to ``world<N>.safetensors``.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torchtitan.distributed.activation_checkpoint import FullAC
+
+from tests.distributed.fsdp_worker import FSDP, HSDP, LENGTHS, LONGEST, build, full, lay_out
+from titan_rl.batching.micro_batch import MicroBatch
+from titan_rl.functional.checksum import tensor_checksum
+from titan_rl.policy.critic import Critic, ValueInputs, build_critic
+from titan_rl.policy.token_scores import fsdp_modules
+from titan_rl.titan import device
+from titan_rl.titan.collectives import Collectives
+from titan_rl.titan.sections import OptimizerSection
+from titan_rl.titan.weights import load_hf
+from titan_rl.trainers.optimization import StepBatch, align_ranks
+
+LAYOUTS = ("eight_of_one", "one_of_eight", "packed")
+
+
+def clipped_error(inputs: ValueInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """PPO's clipped squared error; most of the noise below exceeds the bound, so both branches are taken."""
+    near = inputs.old_values + (inputs.values - inputs.old_values).clamp(-0.2, 0.2)
+    error = torch.maximum((inputs.values - inputs.returns) ** 2, (near - inputs.returns) ** 2)
+    loss = 0.5 * torch.where(inputs.loss_mask, error, 0.0).sum() / max(inputs.num_loss_tokens, 1)
+    return loss, {"value_loss/mean": loss.detach()}
+
+
+class Setup:
+    """A policy, its critic with a head that is not zero, and batches whose targets belong to the token."""
+
+    def __init__(
+        self, directory: Path, name: str = "llama", *, ac_config: Any = None, **parallel: Any
+    ) -> None:
+        self.rank = build(directory / name, **(parallel or FSDP))
+        load_hf(self.rank.policy, self.rank.adapter, str(directory / name))
+        self.rank.config.activation_checkpoint = ac_config
+        self.rank.policy._skip_lm_head = True
+        self.collectives = Collectives(self.rank.parallel_dims, torch.device("cpu"))
+        self.prepare: Callable[[MicroBatch], Any] = self.rank._prepare_inputs
+        self.critic = self.new_critic()
+        generator = torch.Generator().manual_seed(4)
+        self.noise = 0.3 * torch.randn(len(LENGTHS), LONGEST, generator=generator)
+        self.targets = torch.randn(len(LENGTHS), LONGEST, generator=generator)
+
+    def new_critic(self, *, seed: int = 11) -> Critic:
+        config = Critic.Config(head_init_std=0.3, optimizer=OptimizerSection(lr=1e-3), max_norm=0.5)
+        config.lr_scheduler.warmup_steps = 3
+        return build_critic(
+            config,
+            self.rank,
+            prepare=lambda micro_batch: self.prepare(micro_batch),
+            seed=seed,
+            total_steps=10,
+        )
+
+    def batch(self, layout: str, ids: list[int] | None = None) -> StepBatch:
+        """This rank's micro-batches; old values are the critic's plus noise that belongs to the token."""
+        if ids is None:
+            ids = list(range(len(LENGTHS)))[self.collectives.data_rank :: self.collectives.data_size]
+        batch = align_ranks(
+            lay_out(ids, layout), num_samples=len(ids), collectives=self.collectives, device=self.rank.device
+        )
+        for micro_batch in batch.micro_batches:
+            place = micro_batch.sample_index.clamp(min=0), micro_batch.positions.clamp(max=LONGEST - 1)
+            noise, target = (
+                torch.where(micro_batch.loss_mask, table[place], 0.0) for table in (self.noise, self.targets)
+            )
+            batch.values.append(self.critic(micro_batch) + noise)
+            batch.returns.append(target)
+        return batch
+
+    def accumulate(self, batch: StepBatch) -> list[dict[str, torch.Tensor]]:
+        return self.critic.accumulate(
+            batch.micro_batches,
+            returns=batch.returns,
+            old_values=batch.values,
+            num_loss_tokens=batch.num_loss_tokens,
+            loss=clipped_error,
+        )
+
+    def gradients(self, batch: StepBatch) -> dict[str, torch.Tensor]:
+        self.accumulate(batch)
+        return self.take_gradients()
+
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        gradients = {_name(name): full(p.grad) for name, p in self.critic.model.named_parameters()}
+        self.critic.model.zero_grad()
+        return gradients
+
+    def train(self, critic: Critic, steps: int) -> list[float]:
+        """Gradient norms of some steps on the same batch."""
+        batch, norms = self.batch("packed"), []
+        for _ in range(steps):
+            result = critic.train_step(
+                batch.micro_batches,
+                returns=batch.returns,
+                old_values=batch.values,
+                num_loss_tokens=batch.num_loss_tokens,
+                loss=clipped_error,
+            )
+            norms.append(result.grad_norm)
+        return norms
+
+    def leaking(self, micro_batch: MicroBatch) -> Any:
+        """Planted fault: attention sees one document a row. Positions within documents stay right."""
+        inputs, kwargs = self.rank._prepare_inputs(micro_batch)
+        row = torch.arange(micro_batch.positions.shape[1]).expand_as(micro_batch.positions)
+        return inputs, kwargs | {"attention_masks": self.rank.policy.get_attention_masks(row)}
+
+    def table(self, layout: str) -> torch.Tensor:
+        """Values by sample and position, of all ranks."""
+        table = torch.zeros(len(LENGTHS), LONGEST)
+        for micro_batch in self.batch(layout).micro_batches:
+            real = micro_batch.sample_index >= 0
+            values = self.critic(micro_batch)
+            if values[~real].any() or values.requires_grad:
+                raise ValueError("values of the padding must be 0, and there must be no graph")
+            table[micro_batch.sample_index[real], micro_batch.positions[real]] = values[real]
+        dist.all_reduce(table)
+        return table
+
+
+def _name(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def check_gradients(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    setup = Setup(directory)
+    tensors["head"] = full(setup.critic.model.lm_head.weight)
+    tensors |= {f"values/{layout}": setup.table(layout) for layout in LAYOUTS}
+    batches = {layout: setup.batch(layout) for layout in LAYOUTS}
+    gradients = {layout: setup.gradients(batch) for layout, batch in batches.items()}
+    gradients["fault/mean_per_micro_batch"] = _mean_per_micro_batch(setup, batches["packed"])
+    setup.prepare = setup.leaking
+    gradients["fault/leaking"] = setup.gradients(batches["packed"])
+    setup.prepare = setup.rank._prepare_inputs
+    result: dict[str, Any] = {
+        "micro_batches": {layout: len(batch.micro_batches) for layout, batch in batches.items()},
+        "shard_rows": setup.critic.model.lm_head.weight.to_local().shape[0],
+        "masked": _masked_gradient(setup, batches["packed"]),
+    }
+    if dist.get_world_size() == 2:
+        everything = list(range(len(LENGTHS)))
+        gradients["one_rank_empty"] = setup.gradients(
+            setup.batch("packed", ids=everything if dist.get_rank() == 0 else [])
+        )
+        for module in fsdp_modules(setup.critic.model):
+            module.set_gradient_divide_factor(2.0)
+        gradients["fault/averaged_over_ranks"] = setup.gradients(batches["packed"])
+        for name, parallel in (
+            ("resharded", FSDP | {"fsdp_reshard_after_forward": "always"}),
+            ("replicated", HSDP),
+        ):
+            other = Setup(directory, **parallel)
+            gradients[name] = other.gradients(other.batch("packed"))
+    recomputed = Setup(directory, ac_config=FullAC.Config())
+    gradients["recomputed"] = recomputed.gradients(recomputed.batch("packed"))
+    tied = Setup(directory, "qwen3_tied")
+    gradients["tied"] = tied.gradients(tied.batch("packed"))
+    tensors |= {f"gradient/{c}/{name}": g for c, named in gradients.items() for name, g in named.items()}
+    return result
+
+
+def _mean_per_micro_batch(setup: Setup, batch: StepBatch) -> dict[str, torch.Tensor]:
+    """Planted fault: every micro-batch is a mean of its own, and the step is the mean of those."""
+    count, total = len(batch.micro_batches), dict[str, torch.Tensor]()
+    for index, micro_batch in enumerate(batch.micro_batches):
+        part = StepBatch([micro_batch], num_loss_tokens=0, num_samples=1)
+        part.values, part.returns = [batch.values[index]], [batch.returns[index]]
+        tokens = setup.collectives.reduce_scalar(micro_batch.num_loss_tokens, "sum")
+        part.num_loss_tokens = int(tokens) * count
+        for name, gradient in setup.gradients(part).items():
+            total[name] = total.get(name, 0) + gradient
+    return total
+
+
+def _masked_gradient(setup: Setup, batch: StepBatch) -> dict[str, float]:
+    """Largest gradient of hidden states at masked and at trained tokens, over this rank's micro-batches."""
+    hidden: list[torch.Tensor] = []
+
+    def keep(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        output.retain_grad()
+        hidden.append(output)
+
+    handle = setup.critic.model.norm.register_forward_hook(keep)
+    setup.accumulate(batch)
+    handle.remove()
+    setup.take_gradients()
+    largest = {"masked": 0.0, "trained": 0.0}
+    for states, micro_batch in zip(hidden, batch.micro_batches, strict=True):
+        size = states.grad.abs().amax(-1)
+        for name, mask in (("masked", ~micro_batch.loss_mask), ("trained", micro_batch.loss_mask)):
+            largest[name] = max([largest[name], *size[mask].tolist()])
+    return largest
+
+
+def shards(critic: Critic) -> dict[str, int]:
+    """Checksums of this rank's weights and moments, and the rest of the state."""
+    found = {}
+    for part in ("model", "optimizer"):
+        for name, value in critic.state_dict()[part].items():
+            if isinstance(value, torch.Tensor):
+                local = value.to_local() if hasattr(value, "to_local") else value
+                found[f"{part}/{name}"] = tensor_checksum(local)
+    rates = [scheduler.get_last_lr() for scheduler in critic.lr_schedulers]
+    return found | {"rates": rates, "steps": [critic.applied_steps, critic.skipped_steps]}
+
+
+def check_state(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Two steps, a checkpoint, two steps; and the same from the checkpoint by another critic."""
+    setup = Setup(directory)
+    world_size = dist.get_world_size()
+    path = str(directory / f"world{world_size}" / "step-2")
+    other = setup.new_critic(seed=12)
+    start = shards(other)
+    norms = setup.train(setup.critic, 2)
+    dcp.save({"critic": setup.critic}, checkpoint_id=path)
+    saved = shards(setup.critic)
+    tensors["saved/head"] = full(setup.critic.model.lm_head.weight)
+    dcp.load({"critic": other}, checkpoint_id=path)
+    result = {"start": start, "saved": saved, "loaded": shards(other)}
+    batch_of_saved = setup.batch("packed")  # of the critic at the checkpoint, for both
+    setup.batch = lambda layout: batch_of_saved
+    norms += setup.train(setup.critic, 2)
+    resumed = setup.train(other, 2)
+    result |= {
+        "norms": norms,
+        "resumed_norms": resumed,
+        "end": shards(setup.critic),
+        "resumed": shards(other),
+    }
+    tensors |= {f"trained/{name}": full(p) for name, p in setup.critic.model.named_parameters()}
+    if world_size == 1:
+        wider = setup.new_critic(seed=13)
+        dcp.load({"critic": wider}, checkpoint_id=str(directory / "world2" / "step-2"))
+        tensors["from_two_ranks/head"] = full(wider.model.lm_head.weight)
+        result["from_two_ranks"] = [wider.applied_steps, wider.skipped_steps]
+    return result
+
+
+def check_not_finite(directory: Path) -> dict[str, Any]:
+    """The last rank's targets hold an infinity; then a sound step follows."""
+    setup = Setup(directory)
+    batch, before = setup.batch("packed"), shards(setup.critic)
+    sound = list(batch.returns)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        batch.returns[0] = torch.where(batch.micro_batches[0].loss_mask, torch.inf, 0.0)
+
+    def step() -> Any:
+        return setup.critic.train_step(
+            batch.micro_batches,
+            returns=batch.returns,
+            old_values=batch.values,
+            num_loss_tokens=batch.num_loss_tokens,
+            loss=clipped_error,
+        )
+
+    skipped, after = step(), shards(setup.critic)
+    batch.returns = sound
+    applied, end = step(), shards(setup.critic)
+    return {
+        "applied": [skipped.is_applied, applied.is_applied],
+        "norm": [str(skipped.grad_norm), str(applied.grad_norm)],
+        "unchanged": [
+            {key: value for key, value in now.items() if key != "steps" and before[key] != value}
+            for now in (after, end)
+        ],
+        "steps": [after["steps"], end["steps"]],
+    }
+
+
+def run(directory: Path) -> None:
+    """Compute everything on this rank and write it."""
+    tensors: dict[str, torch.Tensor] = {}
+    result = {
+        "step": check_gradients(directory, tensors),
+        "state": check_state(directory, tensors),
+        "not_finite": check_not_finite(directory),
+    }
+    stem = f"world{dist.get_world_size()}"
+    (directory / f"{stem}.rank{dist.get_rank()}.json").write_text(json.dumps(result))
+    if dist.get_rank() == 0:
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / f"{stem}.safetensors"
+        )
+
+
+if __name__ == "__main__":
+    device.install()
+    dist.init_process_group("gloo")
+    run(Path(sys.argv[1]))
+    dist.destroy_process_group()

@@ -1,0 +1,191 @@
+"""The critic on two gloo ranks of FSDP against one: values, gradients, checkpoints, skipped steps.
+
+The computation is in critic_worker.py: once under torchrun with two ranks, once in this process with one.
+"Equal" for gradients: per tensor ``||a - b|| <= 1e-5 ||b|| + 1e-8``, in fp32.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torchtitan.distributed import utils as dist_utils
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tests.distributed import critic_worker, fsdp_worker
+from titan_rl.titan import device
+
+pytestmark = pytest.mark.slow
+
+VALUES = 1e-5
+CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3_tied": (Qwen3Config, Qwen3ForCausalLM)}
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    directory = tmp_path_factory.mktemp("critic")
+    for seed, (name, (config_class, model_class)) in enumerate(CLASSES.items()):
+        config = config_class(
+            vocab_size=fsdp_worker.VOCAB,
+            hidden_size=72,
+            intermediate_size=80,
+            num_hidden_layers=2,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            head_dim=8,
+            max_position_embeddings=128,
+            initializer_range=0.15,
+            tie_word_embeddings=name.endswith("tied"),
+        )
+        torch.manual_seed(seed)
+        model_class(config).save_pretrained(directory / name)
+    root = Path(__file__).parents[2]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run(
+        [sys.executable, *command, str(Path(critic_worker.__file__)), str(directory)],
+        check=True,
+        timeout=900,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TITAN_RL_DEVICE": "cpu", "PYTHONPATH": str(root)},
+    )
+    _run_alone(directory)
+    return SimpleNamespace(
+        one=json.loads((directory / "world1.rank0.json").read_text()),
+        two=[json.loads((directory / f"world2.rank{rank}.json").read_text()) for rank in (0, 1)],
+        alone=load_file(directory / "world1.safetensors"),
+        sharded=load_file(directory / "world2.safetensors"),
+    )
+
+
+def _run_alone(directory: Path) -> None:
+    device.install()
+    backend, threads = dist_utils.get_spmd_backend(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+    try:
+        critic_worker.run(directory)
+    finally:
+        dist.destroy_process_group()
+        fsdp_worker.parallel_dims.cache_clear()
+        dist_utils.set_spmd_backend(backend)
+        torch.set_num_threads(threads)
+
+
+def gradients(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:
+    prefix = f"gradient/{case}/"
+    found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    assert len(found) >= 20
+    assert all(value.norm() > 1e-6 for value in found.values()), "a gradient of zero compares with nothing"
+    return found
+
+
+def unequal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that are not equal."""
+    assert a.keys() == b.keys()
+    return [name for name in a if (a[name] - b[name]).norm() > 1e-5 * b[name].norm() + 1e-8]
+
+
+# --------------------------------------------------------------------------------------- values, gradients
+
+
+def test_the_head_is_drawn_alike_on_one_rank_and_on_two(launch):
+    assert torch.equal(launch.alone["head"], launch.sharded["head"])
+    assert 0.2 < launch.alone["head"].std() < 0.4
+    assert [rank["step"]["shard_rows"] for rank in [launch.one, *launch.two]] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("layout", critic_worker.LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_values_depend_on_neither_layout_nor_ranks(launch, layout, world_size):
+    expected = launch.alone["values/one_of_eight"]
+    got = (launch.alone if world_size == 1 else launch.sharded)[f"values/{layout}"]
+    assert expected.std() > 0.3
+    assert (expected != 0).sum() == sum(fsdp_worker.LENGTHS)  # of every real token, the last ones too
+    torch.testing.assert_close(got, expected, rtol=0, atol=VALUES)
+
+
+@pytest.mark.parametrize("layout", critic_worker.LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_gradient_of_a_step_depends_on_neither_layout_nor_ranks(launch, layout, world_size):
+    assert launch.one["step"]["micro_batches"] == {"eight_of_one": 8, "one_of_eight": 1, "packed": 3}
+    expected = gradients(launch.alone, "one_of_eight")
+    got = gradients(launch.alone if world_size == 1 else launch.sharded, layout)
+    assert unequal(got, expected) == []
+
+
+@pytest.mark.parametrize("case", ["one_rank_empty", "resharded", "replicated", "recomputed"])
+def test_gradients_are_equal_however_the_critic_is_spread(launch, case):
+    assert unequal(gradients(launch.sharded, case), gradients(launch.alone, "one_of_eight")) == []
+
+
+def test_gradients_beside_a_policy_that_ties_its_embedding_are_equal_on_one_rank_and_two(launch):
+    assert unequal(gradients(launch.sharded, "tied"), gradients(launch.alone, "tied")) == []
+    assert gradients(launch.alone, "tied")["lm_head.weight"].shape == (1, 72)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("fault", ["mean_per_micro_batch", "leaking"])
+def test_planted_faults_are_noticed(launch, fault, world_size):
+    tensors = launch.alone if world_size == 1 else launch.sharded
+    expected = gradients(launch.alone, "one_of_eight")
+    assert len(unequal(gradients(tensors, f"fault/{fault}"), expected)) == len(expected)
+
+
+def test_planted_fault_a_mean_over_ranks_is_noticed(launch):
+    expected = gradients(launch.alone, "one_of_eight")
+    got = gradients(launch.sharded, "fault/averaged_over_ranks")
+    assert len(unequal(got, expected)) == len(expected)
+
+
+def test_masked_tokens_get_no_gradient_at_all(launch):
+    for rank in [launch.one, *launch.two]:
+        assert rank["step"]["masked"]["masked"] == 0.0
+        assert rank["step"]["masked"]["trained"] > 1e-4
+
+
+# ------------------------------------------------------------------------------------- checkpoints, faults
+
+
+def test_a_critic_goes_on_from_a_checkpoint_bit_for_bit(launch):
+    for rank in [launch.one, *launch.two]:
+        state = rank["state"]
+        assert state["loaded"] == state["saved"]
+        assert state["resumed"] == state["end"]
+        assert state["resumed_norms"] == state["norms"][2:]
+        assert state["end"]["steps"] == [4, 0]
+        # The comparisons above compare with something: everything has changed on the way.
+        weights = [key for key in state["saved"] if key.startswith("model/") and "lm_head" not in key]
+        assert len(weights) >= 19
+        assert all(state["end"][key] != state["saved"][key] != state["start"][key] for key in weights)
+        assert state["start"]["rates"] != state["saved"]["rates"]
+
+
+def test_a_checkpoint_of_two_ranks_is_read_by_one(launch):
+    assert torch.equal(launch.alone["from_two_ranks/head"], launch.sharded["saved/head"])
+    assert not torch.equal(launch.alone["from_two_ranks/head"], launch.alone["head"])
+    assert launch.one["state"]["from_two_ranks"] == [2, 0]
+
+
+def test_training_moves_the_weights_alike_on_one_rank_and_on_two(launch):
+    names = [name for name in launch.alone if name.startswith("trained/")]
+    assert len(names) >= 20
+    for name in names:
+        torch.testing.assert_close(launch.sharded[name], launch.alone[name], rtol=0, atol=1e-5)
+    for a, b in zip(launch.one["state"]["norms"], launch.two[0]["state"]["norms"], strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    assert launch.one["state"]["norms"][0] > 0.5  # so that the gradient was clipped
+
+
+def test_an_infinity_on_one_rank_skips_the_step_on_all_and_is_counted(launch):
+    for rank in [launch.one, *launch.two]:
+        found = rank["not_finite"]
+        assert found["applied"] == [False, True]
+        assert found["norm"][0] in ("nan", "inf")
+        assert found["unchanged"][0] == {}
+        assert len(found["unchanged"][1]) >= 19
+        assert found["steps"] == [[0, 1], [1, 1]]
