@@ -56,7 +56,7 @@ def pack(
             token_budget,
             f"Round it up to {-(-max(token_budget, 1) // length_multiple) * length_multiple}.",
         )
-    rows = _first_fit_decreasing([len(sample.token_ids) for sample in samples], token_budget)
+    rows = first_fit_decreasing([len(sample.token_ids) for sample in samples], token_budget)
     micro_batches = []
     for start in range(0, len(rows), rows_per_micro_batch):
         chosen = rows[start : start + rows_per_micro_batch]
@@ -91,8 +91,19 @@ def _check_arguments(
             )
 
 
-def _first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Rows of indices into ``lengths``; the longest first, each into the first row with room for it."""
+def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Rows of indices into ``lengths``; the longest first, each into the first row with room for it.
+
+    Args:
+        lengths: In tokens.
+        budget: Most tokens of a row.
+
+    Raises:
+        ConfigError: a length is more than the budget.
+
+    >>> first_fit_decreasing([2, 5, 3], 5)
+    [[1], [2, 0]]
+    """
     rows: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

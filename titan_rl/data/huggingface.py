@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from titan_rl.data.datasets import Split, require
 from titan_rl.data.row_dataset import RowDataset
@@ -54,18 +54,37 @@ class HuggingFace(RowDataset):
             config,
             name=config.path,
             split=split,
-            train=_Rows(config, config.split, key="data.source.split", columns=reader.columns),
+            train=HubRows(config, config.split, key="data.source.split", columns=reader.columns),
             held_out=None
             if held_out is None
-            else _Rows(config, held_out, key="data.source.held_out_split", columns=reader.columns),
+            else HubRows(config, held_out, key="data.source.held_out_split", columns=reader.columns),
             held_out_key="held_out_split",
         )
 
 
-class _Rows:
+class HubConfig(Protocol):
+    """Which dataset of the ``datasets`` library."""
+
+    path: str
+    name: str | None
+    revision: str | None
+
+
+class HubRows:
     """The rows of one split."""
 
-    def __init__(self, config: HuggingFace.Config, split: str, *, key: str, columns: list[str]) -> None:
+    def __init__(self, config: HubConfig, split: str, *, key: str, columns: list[str]) -> None:
+        """Load a split.
+
+        Args:
+            config: Which dataset.
+            split: Which of its splits.
+            key: The configuration key that names the split, for errors.
+            columns: What to read.
+
+        Raises:
+            ConfigError: It cannot be loaded, has no rows or lacks a column.
+        """
         self._split = split
         self._label = f"{config.path}[{split}]"
         data = _load(config, split, key)
@@ -78,16 +97,19 @@ class _Rows:
         return len(self._data)
 
     def row(self, index: int) -> Mapping[str, Any]:
+        """Return the columns of a row."""
         return self._data[index]
 
     def where(self, index: int) -> str:
+        """Return ``dataset[split]: row N``, counted from 0."""
         return f"{self._label}: row {index}"
 
     def default_id(self, index: int) -> str:
+        """Return ``split:row``."""
         return f"{self._split}:{index}"
 
 
-def _load(config: HuggingFace.Config, split: str, key: str) -> Any:
+def _load(config: HubConfig, split: str, key: str) -> Any:
     datasets = require("datasets", extra="data", needed_by="data.source.type 'huggingface'")
     directory = Path(os.path.expanduser(config.path))
     saved = (directory / "state.json").exists() or (directory / "dataset_dict.json").exists()

@@ -48,8 +48,8 @@ class Jsonl(RowDataset):
             config,
             name="jsonl",
             split=split,
-            train=_open(config.path, "data.source.path"),
-            held_out=None if held_out is None else _open(held_out, "data.source.held_out_path"),
+            train=open_jsonl(config.path, "data.source.path"),
+            held_out=None if held_out is None else open_jsonl(held_out, "data.source.held_out_path"),
             held_out_key="held_out_path",
         )
 
@@ -127,7 +127,13 @@ class JsonLines:
         return f"{self._label}:{self._numbers[index]}"
 
 
-def _open(path: str, key: str) -> Concatenated:
+def open_jsonl(path: str, key: str) -> Concatenated:
+    """Open the files that a path or pattern stands for.
+
+    Args:
+        path: File or glob pattern.
+        key: The configuration key, for errors.
+    """
     return Concatenated([JsonLines(file, label) for file, label in find_files(path, key)])
 
 

@@ -44,10 +44,10 @@ class Parquet(RowDataset):
             config,
             name="parquet",
             split=split,
-            train=_open(config.path, "data.source.path", reader.columns),
+            train=open_parquet(config.path, "data.source.path", reader.columns),
             held_out=None
             if held_out is None
-            else _open(held_out, "data.source.held_out_path", reader.columns),
+            else open_parquet(held_out, "data.source.held_out_path", reader.columns),
             held_out_key="held_out_path",
         )
 
@@ -113,6 +113,13 @@ class ParquetRows:
         return f"{self._label}:{index}"
 
 
-def _open(path: str, key: str, columns: list[str]) -> Concatenated:
+def open_parquet(path: str, key: str, columns: list[str]) -> Concatenated:
+    """Read some columns of the files that a path or pattern stands for.
+
+    Args:
+        path: File or glob pattern.
+        key: The configuration key, for errors.
+        columns: What to read.
+    """
     files = find_files(path, key)
     return Concatenated([ParquetRows(file, label, columns=columns) for file, label in files])

@@ -6,7 +6,7 @@ import hashlib
 from array import array
 
 from titan_rl.data.datasets import Split, content_key, is_held_out, prompt_bytes
-from titan_rl.data.rows import RowConfig, RowReader, RowSource, shorten
+from titan_rl.data.rows import PromptReader, RowSource, SplitConfig, shorten
 from titan_rl.errors import ConfigError
 from titan_rl.types import Prompt
 
@@ -21,8 +21,8 @@ class RowDataset:
 
     def __init__(
         self,
-        reader: RowReader,
-        config: RowConfig,
+        reader: PromptReader,
+        config: SplitConfig,
         *,
         name: str,
         split: Split,
@@ -118,7 +118,7 @@ class RowDataset:
         )
 
 
-def _check_split(config: RowConfig, *, has_rows: bool, held_out_key: str) -> None:
+def _check_split(config: SplitConfig, *, has_rows: bool, held_out_key: str) -> None:
     if has_rows and config.held_out_fraction is not None:
         raise ConfigError(
             "data.source.held_out_fraction",

@@ -73,6 +73,26 @@ class RowSource(Protocol):
         ...
 
 
+class SplitConfig(Protocol):
+    """Which rows are held out, and how rows are called."""
+
+    id_column: str | None
+    held_out_fraction: float | None
+    split_seed: int
+
+
+class PromptReader(Protocol):
+    """Turns rows into prompts."""
+
+    def prompt(self, source: RowSource, index: int) -> Prompt:
+        """Return row ``index`` of a source as a prompt.
+
+        Raises:
+            ConfigError: The row cannot be used.
+        """
+        ...
+
+
 class RowReader:
     """Turns rows into prompts, or says exactly what is wrong with them."""
 
@@ -113,14 +133,14 @@ class RowReader:
         else:
             value = row[config.id_column]
             if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-                raise _wrong(where, config.id_column, "be text (not empty) or a whole number", value)
+                raise wrong_value(where, config.id_column, "be text (not empty) or a whole number", value)
             name = str(value)
         if config.prompt_column is not None:
-            text = _text(row[config.prompt_column], where, config.prompt_column)
+            text = read_text(row[config.prompt_column], where, config.prompt_column)
             messages: tuple[Message, ...] = (Message("user", text),)
         else:
             column = cast("str", config.messages_column)
-            messages = _messages(row[column], where, column)
+            messages = read_messages(row[column], where, column)
         metadata = {column: _json(row[column], where, column) for column in config.metadata_columns}
         return Prompt(id=name, messages=messages, answer=self._answer(row, where), metadata=metadata)
 
@@ -130,9 +150,9 @@ class RowReader:
             return None
         value = row[column]
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise _wrong(where, column, "be text or a number", value)
+            raise wrong_value(where, column, "be text or a number", value)
         if isinstance(value, float) and not math.isfinite(value):
-            raise _wrong(where, column, "be finite", value)
+            raise wrong_value(where, column, "be finite", value)
         text = _encodable(value, where, column) if isinstance(value, str) else str(value)
         if self._pattern is None:
             return text
@@ -162,7 +182,8 @@ def shorten(value: object) -> str:
     return text if len(text) <= 80 else text[:60] + f"... ({len(text)} characters)"
 
 
-def _wrong(where: str, column: str, constraint: str, value: object) -> ConfigError:
+def wrong_value(where: str, column: str, constraint: str, value: object) -> ConfigError:
+    """The error for a column that holds something else than it should."""
     got = f"{type(value).__name__} {shorten(repr(value))}"
     remedy = "Correct the row, or name another column in [data.source]."
     return ConfigError(f"{where}: {column}", constraint, got, remedy)
@@ -195,11 +216,16 @@ def _compile(config: RowConfig) -> re.Pattern[str] | None:
     return pattern
 
 
-def _text(value: object, where: str, column: str) -> str:
+def read_text(value: object, where: str, column: str) -> str:
+    """Return a text that is more than white space.
+
+    Raises:
+        ConfigError: It is not.
+    """
     if not isinstance(value, str):
-        raise _wrong(where, column, "be text", value)
+        raise wrong_value(where, column, "be text", value)
     if not value.strip():
-        raise _wrong(where, column, "hold more than white space", value)
+        raise wrong_value(where, column, "hold more than white space", value)
     return _encodable(value, where, column)
 
 
@@ -208,31 +234,46 @@ def _encodable(value: str, where: str, column: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         # JSON can spell half of a surrogate pair, which is no character and has no UTF-8.
-        raise _wrong(where, column, "be valid Unicode", ascii(value)) from error
+        raise wrong_value(where, column, "be valid Unicode", ascii(value)) from error
     return value
 
 
-def _messages(value: object, where: str, column: str) -> tuple[Message, ...]:
+def read_messages(
+    value: object, where: str, column: str, *, ends_with_reply: bool = False
+) -> tuple[Message, ...]:
+    """Return a list of chat messages.
+
+    Args:
+        value: A list of ``{"role": ..., "content": ...}``.
+        where: What errors call the row.
+        column: What errors call the column.
+        ends_with_reply: Whether the last message is the assistant's, or must not be.
+
+    Raises:
+        ConfigError: It is something else.
+    """
     if not isinstance(value, list) or not value:
-        raise _wrong(where, column, "be a list of at least one message", value)
+        raise wrong_value(where, column, "be a list of at least one message", value)
     messages = []
     for number, item in enumerate(value):
         field_name = f"{column}[{number}]"
         if not isinstance(item, Mapping):
-            raise _wrong(where, field_name, "be an object with role and content", item)
+            raise wrong_value(where, field_name, "be an object with role and content", item)
         check_columns(["role", "content"], item, f"{where}: {field_name}")
         role, content = item["role"], item["content"]
         if not isinstance(role, str) or not role:
-            raise _wrong(where, f"{field_name}.role", "be text", role)
+            raise wrong_value(where, f"{field_name}.role", "be text", role)
         if not isinstance(content, str):
-            raise _wrong(where, f"{field_name}.content", "be text", content)
+            raise wrong_value(where, f"{field_name}.content", "be text", content)
         messages.append(
             Message(
                 _encodable(role, where, f"{field_name}.role"),
                 _encodable(content, where, f"{field_name}.content"),
             )
         )
-    if messages[-1].role == "assistant":
+    if ends_with_reply and messages[-1].role != "assistant":
+        raise wrong_value(where, column, "end with an assistant message", f"one of role {messages[-1].role}")
+    if not ends_with_reply and messages[-1].role == "assistant":
         raise ConfigError(
             f"{where}: {column}",
             "end before the reply",
@@ -246,5 +287,5 @@ def _json(value: object, where: str, column: str) -> Json:
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
-        raise _wrong(where, column, f"be a JSON value ({error})", value) from error
+        raise wrong_value(where, column, f"be a JSON value ({error})", value) from error
     return cast("Json", value)
