@@ -68,6 +68,7 @@ class LossInputs:
         num_loss_tokens: Trained tokens of the optimiser step over all ranks and micro-batches, counted from
             ``loss_mask`` before any correction: an int or a 0-d tensor.
         num_samples: Samples of the optimiser step over all ranks and micro-batches, the same way.
+        max_tokens: Longest completion that can be sampled.
         old_logprobs: ``[B, T]`` fp32, or None for the policy's own values, which is exact while the weights
             are still those of the start of the iteration.
         ref_logprobs: ``[B, T]`` fp32 under the reference, or None.
@@ -82,6 +83,7 @@ class LossInputs:
     generator_logprobs: torch.Tensor
     num_loss_tokens: torch.Tensor | int
     num_samples: torch.Tensor | int
+    max_tokens: int = 1
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
@@ -94,7 +96,7 @@ class LossInputs:
             raise ValueError(f"loss_mask must be bool of shape [B, T]; got {got}.")
         for part in fields(self):
             value = getattr(self, part.name)
-            if part.name in ("num_loss_tokens", "num_samples"):
+            if part.name in ("num_loss_tokens", "num_samples", "max_tokens"):
                 if isinstance(value, torch.Tensor) and value.ndim != 0:
                     raise ValueError(f"{part.name} must be 0-d; got shape {tuple(value.shape)}.")
             elif value is not None and value.shape != self.loss_mask.shape:
@@ -127,7 +129,7 @@ class LossInputs:
 def required(values: torch.Tensor | None, name: str) -> torch.Tensor:
     """The tensor, or a ValueError that names what the caller left out."""
     if values is None:
-        raise ValueError(f"{name} must be given to this loss; got None.")
+        raise ValueError(f"{name} must be given to this part; got None.")
     return values
 
 
@@ -155,6 +157,8 @@ class SurrogateOutput(NamedTuple):
     """[B, T] bool, True where the lower bound took the gradient away."""
     is_clipped_high: torch.Tensor
     """[B, T] bool, True where the upper bound did."""
+    is_dual_clipped: torch.Tensor | None = None
+    """[B, T] bool, True where a dual bound did; None without one."""
 
 
 @dataclass(frozen=True, slots=True)

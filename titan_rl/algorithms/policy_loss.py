@@ -227,6 +227,8 @@ def _metrics(inputs: LossInputs, ratio: Ratio, surrogate: SurrogateOutput) -> di
         "mismatch_abs/max": mismatch.abs_max,
         "mismatch_k3/mean": mismatch.k3_sum / count,
     }
+    if surrogate.is_dual_clipped is not None:
+        metrics["clip_dual_fraction/mean"] = mean(surrogate.is_dual_clipped)
     if inputs.ref_logprobs is not None:
         metrics["reference_kl/mean"] = mean(k3(inputs.policy_logprobs, inputs.ref_logprobs))
     if inputs.entropy is not None:
