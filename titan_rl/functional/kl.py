@@ -16,6 +16,14 @@ k1   ``-r``              ``grad log p``          nothing: it is 0. Not usable as
 k2   ``r^2 / 2``         ``-r grad log p``       ``KL(policy || reference)``: the right one
 k3   ``exp(r) - 1 - r``  ``(1 - exp(r)) grad log p``  ``KL(reference || policy)``; equal to first order
 ===  ==================  ======================  =====================================================
+
+So as a penalty in the *loss*, take k2 for the gradient of ``KL(policy || reference)`` or k3 for GRPO's. In
+the *reward* the estimate is a number that the policy gradient multiplies, and no gradient goes through it:
+there k1 has the right expected gradient, k2 and k3 do not. verl calls k1 "kl", k2 "mse" and k3 "low_var_kl",
+which it clamps to [-10, 10]; "abs" is ``|k1|``, a distance and not an estimate of any KL (:func:`absolute`).
+
+The right gradient needs tokens of the policy itself. For tokens of an older policy each value, k3 for
+example, is to be weighted by the token's importance ratio (DeepSeek-AI 2025, arXiv 2512.02556, eq. 7).
 """
 
 from __future__ import annotations
@@ -88,3 +96,22 @@ def k3(policy_logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tenso
     check_same_shape(policy_logprobs=policy_logprobs, ref_logprobs=ref_logprobs)
     log_ratio = (ref_logprobs - policy_logprobs).clamp(max=LOG_RATIO_BOUND)
     return torch.expm1(log_ratio) - log_ratio
+
+
+def absolute(policy_logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """The absolute log-ratio ``|policy_logprobs - ref_logprobs|``: how far apart, whatever the direction.
+
+    No estimate of a KL divergence, but what verl offers as "abs". As a loss its gradient is of constant size
+    per token, however far apart the two are.
+
+    Args:
+        policy_logprobs: Any shape, natural logarithms, of tokens sampled from the policy.
+        ref_logprobs: The same shape: the same tokens under the reference.
+
+    Returns:
+        Nats, of the same shape.
+
+    >>> absolute(torch.tensor([-2.0]), torch.tensor([-1.5])).item()
+    0.5
+    """
+    return k1(policy_logprobs, ref_logprobs).abs()
