@@ -1,9 +1,9 @@
 """DAPO: GRPO with a higher upper bound, a token-level loss, dynamic sampling and a punishment of length.
 
 Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476,
-section 3: clip-higher (0.2 and 0.28), the mean over all tokens, groups of equal rewards replaced, no KL. Overlong
-shaping (``shaping.overlong_buffer_tokens``) and filtering (``shaping.mask_truncated``) are off, because their
-lengths are the task's: the paper uses 4096 of 20480 tokens.
+section 3: clip-higher (0.2 and 0.28), the mean over all tokens, groups of equal rewards replaced, no KL.
+Overlong shaping (``shaping.overlong_buffer_tokens``) and filtering (``shaping.mask_truncated``) are off,
+because their lengths are the task's: the paper uses 4096 of 20480 tokens.
 """
 
 from __future__ import annotations

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from titan_rl.algorithms.preset import check_composition
+from titan_rl.algorithms.preset import check_composition, derive_needs
 from titan_rl.algorithms.registries import ADVANTAGES
 from titan_rl.config.choice import Choice, build
 from titan_rl.errors import ConfigError
 from titan_rl.rewards.spec import RewardSpec, check_specs
 
 if TYPE_CHECKING:
+    from titan_rl.algorithms.interfaces import Needs
     from titan_rl.trainers.rl import RLTrainer
     from titan_rl.trainers.supervised import SupervisedTrainer
 
@@ -33,9 +34,10 @@ def check_config(config: RLTrainer.Config, *, world_size: int, device_type: str)
     _check_lengths(config)
     _check_sampling(config)
     _check_device(config, device_type)
-    config.loss.build()  # its parts refuse what contradicts itself
+    needs = derive_needs(build(config.advantage), config.loss.build(), steps_per_iteration=1)
+    _check_needs(config, needs)
     check_composition(
-        build(config.advantage).needs,
+        needs,
         group_size=config.sampling.group_size,
         advantage_type=Choice(ADVANTAGES).name_of(config.advantage),
     )
@@ -188,6 +190,26 @@ def _check_sampling(config: RLTrainer.Config) -> None:
             "be 1 with evaluation.temperature = 0, where all samples are equal",
             evaluation.samples_per_prompt,
             "Set evaluation.temperature above 0 for pass@k.",
+        )
+
+
+def _check_needs(config: RLTrainer.Config, needs: Needs) -> None:
+    """Refuse tables of models that nothing asks for."""
+    advantage = Choice(ADVANTAGES).name_of(config.advantage)
+    if config.critic is not None and not needs.critic:
+        raise ConfigError(
+            "[critic]",
+            f'be left out with advantage.type = "{advantage}", which needs no critic',
+            "a table",
+            'Remove it, or set algorithm.type = "ppo" or advantage.type = "gae".',
+        )
+    reference = config.reference.offload_to_cpu and not needs.reference
+    if reference:
+        raise ConfigError(
+            "reference.offload_to_cpu",
+            "be left out with loss.kl.coefficient = 0, which needs no reference",
+            True,
+            "Remove it, or set loss.kl.coefficient.",
         )
 
 

@@ -64,7 +64,7 @@ class Reporter:
 
     def credit(self, metrics: Mapping[str, float]) -> None:
         """Remember what was measured while advantages were assigned, over all ranks."""
-        self._credit = dict(metrics)
+        self._credit |= metrics
 
     def mean_kl(self, results: Sequence[StepResult]) -> float | None:
         """Mean KL to the reference per token in this iteration; None where nothing measured it."""
@@ -234,7 +234,7 @@ class Reporter:
         """Mean over the iteration's steps; the mismatch is of the first, with the generator's weights."""
         trainer = self._trainer
         metrics: dict[str, float] = {}
-        for name in results[0].metrics:
+        for name in sorted({name for result in results for name in result.metrics}):
             values = [r.metrics[name] for r in results if name in r.metrics]
             metrics[name] = max(values) if name.endswith("_max") else math.fsum(values) / len(values)
         first = results[0].metrics

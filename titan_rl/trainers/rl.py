@@ -27,6 +27,7 @@ from titan_rl.errors import ConfigError, NonFiniteError, TitanRLError
 from titan_rl.generation.registry import GENERATORS
 from titan_rl.generation.vllm import VllmGenerator
 from titan_rl.observability.stages import StageTimer
+from titan_rl.policy.critic import Critic, build_critic
 from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.resilience.state import RunState, seed_process
 from titan_rl.rewards.pool import RewardPool
@@ -39,6 +40,7 @@ from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.models import ModelSection
 from titan_rl.trainers import assembly, checks, initial_weights
 from titan_rl.trainers.credit import Credit, mean_by_rollout
+from titan_rl.trainers.critic_training import CriticTraining
 from titan_rl.trainers.data_loaders import NoDataLoader
 from titan_rl.trainers.optimization import (
     StepBatch,
@@ -107,6 +109,8 @@ class RLTrainer(Trainer):
         """How samples become rows."""
         reference: ReferenceSection = field(default_factory=ReferenceSection)
         """The frozen model of the KL term."""
+        critic: Critic.Config | None = None
+        """The value model of an advantage that needs one; its defaults count without the table."""
         evaluation: EvaluationSection = field(default_factory=EvaluationSection)
         """Scores on held-out prompts."""
         resilience: ResilienceSection = field(default_factory=ResilienceSection)
@@ -157,6 +161,7 @@ class RLTrainer(Trainer):
         initial_weights.load(self)
         self.reference = self._reference_scorer()
         self.old_scorer = self._scorer(self.policy)
+        self.critic = self._critic_training()
         self.data = data
         self.generator = assembly.build_generator(self, data)
         self.rewards = assembly.build_rewards(config)
@@ -199,9 +204,11 @@ class RLTrainer(Trainer):
             seed_process(self.run_seed, self.state.iteration, self.collectives.rank)
             taken = self.generate()
             batches = self.make_batches(taken)
-            results = [self.optimizer_step(batch) for batch in batches]
+            results = [self.update(batch) for batch in batches]
             self.state.iteration += 1
             self._adapt_kl_coefficient(results, batches)
+            if self.critic is not None:
+                self.report.credit(self.critic.end_iteration(batches))
             self.sync_weights()
             if self._evaluation_is_due():
                 self.evaluate()
@@ -265,19 +272,32 @@ class RLTrainer(Trainer):
             old = self._choose_old_scorer(batches)
             for batch in batches:
                 score_batch(batch, old=old, reference=self.reference)
+                if self.critic is not None:
+                    self.critic.score(batch)
             if self.credit.needs_scores:
                 self.report.credit(self.credit.assign(groups, batches))
                 per_rollout = mean_by_rollout(batches)
         self.report.record(taken, per_rollout)
         return batches
 
+    def update(self, batch: StepBatch) -> StepResult:
+        """Train on one batch: the critic where there is one, then the policy unless the critic warms up."""
+        self.step += 1
+        if self.critic is None or not batch.num_loss_tokens:
+            return self.optimizer_step(batch)
+        with self.timer.stage("train"):
+            metrics = self.critic.train_step(batch)
+        if self.critic.critic.is_warming_up(self.state.iteration):
+            return StepResult(is_applied=False, grad_norm=math.nan, metrics=metrics)
+        result = self.optimizer_step(batch)
+        return dataclasses.replace(result, metrics=result.metrics | metrics)
+
     def optimizer_step(self, batch: StepBatch) -> StepResult:
-        """Train on one batch: forward-backward over its micro-batches, clip, step.
+        """Train the policy on one batch: forward-backward over its micro-batches, clip, step.
 
         Raises:
             NonFiniteError: more steps in a row were skipped than ``resilience.max_skipped_steps``.
         """
-        self.step += 1
         if batch.num_loss_tokens == 0:
             return self._skip(float("nan"), {}, "no token to train on in any rank")
         with self.timer.stage("train"):
@@ -458,6 +478,21 @@ class RLTrainer(Trainer):
             return None
         model = initial_weights.frozen_copy(self, offload_to_cpu=self.config.reference.offload_to_cpu)
         return self._scorer(model)
+
+    def _critic_training(self) -> CriticTraining | None:
+        if not self.needs.critic:
+            return None
+        critic = build_critic(
+            self.config.critic or Critic.Config(),
+            self,
+            prepare=self._prepare_inputs,
+            seed=self.run_seed,
+            total_steps=self.config.training.steps,
+        )
+        training = CriticTraining(critic, self.collectives)
+        if self.config.checkpoint.enable:
+            self.checkpointer.states |= {"critic": critic, "value_moments": training}
+        return training
 
     def _probe_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities of tokens 1 to N - 1 at temperature 1, under the policy as it is now."""
