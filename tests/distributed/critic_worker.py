@@ -48,7 +48,7 @@ class Setup:
         self.rank.config.activation_checkpoint = ac_config
         self.rank.policy._skip_lm_head = True
         self.collectives = Collectives(self.rank.parallel_dims, torch.device("cpu"))
-        self.prepare: Callable[[MicroBatch], Any] = self.rank._prepare_inputs
+        self.prepare: Callable[[MicroBatch], Any] = self.rank.prepare_inputs
         self.critic = self.new_critic()
         generator = torch.Generator().manual_seed(4)
         self.noise = 0.3 * torch.randn(len(LENGTHS), LONGEST, generator=generator)
@@ -115,7 +115,7 @@ class Setup:
 
     def leaking(self, micro_batch: MicroBatch) -> Any:
         """Planted fault: attention sees one document a row. Positions within documents stay right."""
-        inputs, kwargs = self.rank._prepare_inputs(micro_batch)
+        inputs, kwargs = self.rank.prepare_inputs(micro_batch)
         row = torch.arange(micro_batch.positions.shape[1]).expand_as(micro_batch.positions)
         return inputs, kwargs | {"attention_masks": self.rank.policy.get_attention_masks(row)}
 
@@ -145,7 +145,7 @@ def check_gradients(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[s
     gradients["fault/mean_per_micro_batch"] = _mean_per_micro_batch(setup, batches["packed"])
     setup.prepare = setup.leaking
     gradients["fault/leaking"] = setup.gradients(batches["packed"])
-    setup.prepare = setup.rank._prepare_inputs
+    setup.prepare = setup.rank.prepare_inputs
     result: dict[str, Any] = {
         "micro_batches": {layout: len(batch.micro_batches) for layout, batch in batches.items()},
         "shard_rows": setup.critic.model.lm_head.weight.to_local().shape[0],

@@ -55,7 +55,7 @@ class Rank(SimpleNamespace):
     """The attributes of a trainer that the project's code reads, with the trainer's own methods."""
 
     post_dataloading_process = RLTrainer.post_dataloading_process
-    _prepare_inputs = RLTrainer._prepare_inputs
+    prepare_inputs = RLTrainer.prepare_inputs
 
 
 @functools.cache
@@ -116,7 +116,7 @@ def logits(rank: Rank, tokens: list[list[int]]) -> torch.Tensor:
     ids = torch.tensor(tokens)
     batch = dataclasses.replace(MicroBatch.empty(*ids.shape), input_ids=ids)
     with torch.no_grad(), rank.train_context():
-        inputs, kwargs = rank._prepare_inputs(batch)
+        inputs, kwargs = rank.prepare_inputs(batch)
         return rank.policy(inputs, **kwargs)
 
 
@@ -237,7 +237,7 @@ class Step:
                 _shard(parameter).mul_(1.0 + 0.02 * (index % 5))
         self.rank.policy._skip_lm_head = self.reference._skip_lm_head = True
         self.collectives = Collectives(self.rank.parallel_dims, torch.device("cpu"))
-        self.prepare: Callable[[MicroBatch], Any] = self.rank._prepare_inputs
+        self.prepare: Callable[[MicroBatch], Any] = self.rank.prepare_inputs
         generator = torch.Generator().manual_seed(4)
         self.noise = 0.3 * torch.randn(len(LENGTHS), LONGEST, generator=generator)
         self.loss_fn = PolicyLoss.Config(kl=KLPenalty.Config(coefficient=0.1)).build()
@@ -285,7 +285,7 @@ class Step:
 
     def leaking(self, micro_batch: MicroBatch) -> Any:
         """Planted fault: attention sees one document a row. Positions within documents stay right."""
-        inputs, kwargs = self.rank._prepare_inputs(micro_batch)
+        inputs, kwargs = self.rank.prepare_inputs(micro_batch)
         row = torch.arange(micro_batch.positions.shape[1]).expand_as(micro_batch.positions)
         masks = self.rank.policy.get_attention_masks(row)
         return inputs, kwargs | {"attention_masks": masks}
@@ -300,7 +300,7 @@ def check_gradients(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[s
     gradients |= {"fault/mean_per_micro_batch": _mean_per_micro_batch(step, batches["packed"])}
     step.prepare = step.leaking
     gradients |= {"fault/leaking": step.gradients(batches["packed"])}
-    step.prepare = step.rank._prepare_inputs
+    step.prepare = step.rank.prepare_inputs
     gradients |= {"again": step.gradients(batches["packed"])}
     result = {
         "micro_batches": {layout: len(batch.micro_batches) for layout, batch in batches.items()},

@@ -43,7 +43,7 @@ class Reporter:
         self._recorder = RolloutRecorder(self._folder / "rollouts", self._collectives.rank)
         self._summary = RunSummary()
         self._padding: list[tuple[float, int]] = []
-        self._credit: dict[str, float] = {}
+        self._measured: dict[str, float] = {}
         self._score: float | None = None
 
     def start(self) -> None:
@@ -62,14 +62,14 @@ class Reporter:
         groups = [*taken.groups, *taken.dropped]
         self._recorder.record("train", self._trainer.state.iteration + 1, groups, advantages)
 
-    def credit(self, metrics: Mapping[str, float]) -> None:
-        """Remember what was measured while advantages were assigned, over all ranks."""
-        self._credit |= metrics
+    def measured(self, metrics: Mapping[str, float]) -> None:
+        """Remember metrics over all ranks, to be reported with the iteration."""
+        self._measured |= metrics
 
     def mean_kl(self, results: Sequence[StepResult]) -> float | None:
         """Mean KL to the reference per token in this iteration; None where nothing measured it."""
         values = [r.metrics["loss/reference_kl"] for r in results if "loss/reference_kl" in r.metrics]
-        return self._credit.get("reward/kl_mean", math.fsum(values) / len(values) if values else None)
+        return self._measured.get("reward/kl_mean", math.fsum(values) / len(values) if values else None)
 
     def count_padding(self, fraction: float, num_micro_batches: int) -> None:
         """Remember how much of this rank's rows was padding."""
@@ -143,7 +143,7 @@ class Reporter:
         trainer = self._trainer
         seconds = trainer.timer.take()
         metrics = self._rollout_metrics(taken)
-        metrics |= self._credit
+        metrics |= self._measured
         metrics |= self._step_metrics(results)
         metrics |= {f"time/{stage}": seconds.get(stage, 0.0) for stage in _STAGES}
         tokens = metrics.pop("tokens")

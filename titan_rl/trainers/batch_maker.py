@@ -1,0 +1,140 @@
+"""From the groups of an iteration to scored batches with advantages, one for each optimiser step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from titan_rl.batching.micro_batch import padding_fraction
+from titan_rl.batching.pack import pack
+from titan_rl.batching.steps import split_into_steps
+from titan_rl.policy.token_scores import LogprobScorer
+from titan_rl.rollout.samples import to_samples
+from titan_rl.rollout.source import Taken
+from titan_rl.titan.api import logger
+from titan_rl.trainers import initial_weights
+from titan_rl.trainers.credit import Credit, RolloutKey, mean_by_rollout
+from titan_rl.trainers.optimization import StepBatch, align_ranks, score_batch
+from titan_rl.types import Group, Sample
+
+if TYPE_CHECKING:
+    from titan_rl.trainers.rl import RLTrainer
+
+
+class BatchMaker:
+    """Cuts samples, packs them, scores them with the models that the algorithm needs, assigns advantages."""
+
+    def __init__(self, trainer: RLTrainer) -> None:
+        """Build the scorers. Collective.
+
+        Args:
+            trainer: Whose policy has its initial weights; the reference is a copy of them.
+        """
+        self._trainer, config, kl = trainer, trainer.config, trainer.loss_fn.kl
+        self._old = self._scorer(trainer.policy)
+        self._reference: LogprobScorer | None = None
+        if trainer.needs.reference:
+            offload = config.reference.offload_to_cpu
+            self._reference = self._scorer(initial_weights.frozen_copy(trainer, offload_to_cpu=offload))
+        self._credit = Credit(
+            trainer.advantage,
+            config.shaping,
+            kl_in_reward=kl if trainer.needs.reference and kl.is_in_reward else None,
+            max_tokens=config.sampling.max_tokens,
+            collectives=trainer.collectives,
+        )
+
+    def make(self, taken: Taken) -> list[StepBatch]:
+        """Batches of the iteration, ready to train on. Collective.
+
+        Args:
+            taken: This rank's groups.
+        """
+        trainer, config = self._trainer, self._trainer.config
+        groups = [group for group in taken.groups if self._is_trainable(group)]
+        num_dropped = len(taken.dropped) + len(taken.groups) - len(groups)
+        trainer.state.dropped_groups += int(trainer.collectives.reduce_scalar(num_dropped, "sum"))
+        per_rollout = {} if self._credit.needs_scores else self._credit.of_rollouts(groups)
+        samples = to_samples(groups, mask_truncated=config.shaping.mask_truncated)
+        steps = split_into_steps(samples, config.algorithm.steps_per_iteration)
+        batches = [self._pack([samples[i] for i in chosen], per_rollout) for chosen in steps]
+        with trainer.timer.stage("score"):
+            self._score(batches)
+            if self._credit.needs_scores:
+                trainer.report.measured(self._credit.assign(groups, batches))
+                per_rollout = mean_by_rollout(batches)
+        trainer.report.record(taken, per_rollout)
+        return batches
+
+    def _is_trainable(self, group: Group) -> bool:
+        """Whether enough of its rollouts have a reward, and its baseline too where there is one."""
+        num_scored = sum(r.reward is not None for r in group.rollouts)
+        has_baseline = group.baseline is None or group.baseline.reward is not None
+        return num_scored >= self._trainer.needs.smallest_group and has_baseline
+
+    def _pack(self, samples: list[Sample], per_rollout: Mapping[RolloutKey, float]) -> StepBatch:
+        """Pack one step's samples; without ``per_rollout`` their advantages are assigned later."""
+        trainer = self._trainer
+        training, batching = trainer.config.training, trainer.config.batching
+        advantages = [per_rollout.get((s.group_index, s.sample_index), 0.0) for s in samples]
+        chosen = [index for index, sample in enumerate(samples) if any(sample.loss_mask)]
+        num_samples = len(chosen)
+        may_skip = batching.skip_zero_advantages and trainer.loss_fn.is_zero_without_advantage
+        if may_skip and not self._credit.needs_scores:
+            chosen = [index for index in chosen if advantages[index] != 0.0]
+        packed = [samples[index] for index in chosen]
+        micro_batches = pack(
+            packed,
+            [advantages[index] for index in chosen],
+            token_budget=training.seq_len,
+            rows_per_micro_batch=training.local_batch_size,
+            pad_to=batching.pad_to,
+        )
+        trainer.report.count_padding(padding_fraction(micro_batches), len(micro_batches))
+        batch = align_ranks(
+            micro_batches,
+            num_samples=num_samples,
+            num_loss_tokens=sum(sum(sample.loss_mask) for sample in samples),
+            collectives=trainer.collectives,
+            device=trainer.device,
+        )
+        batch.samples = packed
+        return batch
+
+    def _score(self, batches: Sequence[StepBatch]) -> None:
+        old = self._choose_old_scorer(batches)
+        for batch in batches:
+            score_batch(batch, old=old, reference=self._reference)
+            if self._trainer.critic is not None:
+                self._trainer.critic.score(batch)
+
+    def _choose_old_scorer(self, batches: Sequence[StepBatch]) -> LogprobScorer | None:
+        """What scores under the old policy; None when nothing has to, or the generator's values serve."""
+        trainer = self._trainer
+        if not trainer.needs.old:
+            return None
+        algorithm, mismatch = trainer.config.algorithm, trainer.state.mean_mismatch
+        if algorithm.old_logprobs == "generator" and mismatch <= algorithm.max_mismatch:
+            for batch in batches:
+                batch.old_logprobs = [micro_batch.generator_logprobs for micro_batch in batch.micro_batches]
+            return None
+        if algorithm.old_logprobs == "generator" and math.isfinite(mismatch):  # infinite: not measured yet
+            logger.warning(
+                "Generator and trainer differ by %.1e nats per token, more than "
+                "algorithm.max_mismatch = %.1e: old log-probabilities are recomputed in this iteration.",
+                mismatch,
+                algorithm.max_mismatch,
+            )
+        return self._old
+
+    def _scorer(self, model: nn.Module) -> LogprobScorer:
+        trainer = self._trainer
+        return LogprobScorer(
+            model,
+            temperature=trainer.config.sampling.temperature,
+            prepare=trainer.prepare_inputs,
+            context=trainer.train_context,
+        )

@@ -1,0 +1,86 @@
+"""Every table of an RL run's TOML file: TorchTitan's sections, and ours beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import tyro
+
+from titan_rl.algorithms import grpo
+from titan_rl.algorithms.policy_loss import PolicyLoss
+from titan_rl.algorithms.refill import RefillSection
+from titan_rl.algorithms.registries import ADVANTAGES
+from titan_rl.algorithms.shaping import ShapingSection
+from titan_rl.config.choice import Choice
+from titan_rl.generation.registry import GENERATORS
+from titan_rl.generation.vllm import VllmGenerator
+from titan_rl.policy.critic import Critic
+from titan_rl.rewards.pool import RewardPool
+from titan_rl.rollout.evaluation import EvaluationSection
+from titan_rl.titan.api import CheckpointManager, Trainer
+from titan_rl.titan.models import ModelSection
+from titan_rl.trainers.data_loaders import NoDataLoader
+from titan_rl.trainers.sections import (
+    AlgorithmSection,
+    BatchingSection,
+    DataSection,
+    ReferenceSection,
+    ResilienceSection,
+    SamplingSection,
+)
+from titan_rl.weight_sync.push import WeightSyncSection
+
+
+@dataclass(kw_only=True, slots=True)
+class RLConfig(Trainer.Config):
+    """TorchTitan's sections, and ours."""
+
+    # Suppressed: it follows [model], which is settled before tyro reads TorchTitan's command line.
+    hf_assets_path: Annotated[str, tyro.conf.Suppress] = ""
+    model: ModelSection = field(default_factory=ModelSection)
+    """Which model."""
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    """Which composition, and how many optimiser steps per iteration."""
+    advantage: Annotated[object, Choice(ADVANTAGES)] = field(default_factory=lambda: grpo.preset().advantage)
+    """Rewards of a group to advantages."""
+    shaping: ShapingSection = field(default_factory=ShapingSection)
+    """What is done to rewards before the advantage, and to advantages after it."""
+    # TorchTitan types these fields by their base classes; each is built by its own class alone.
+    loss: PolicyLoss.Config = field(  # pyrefly: ignore[bad-override]
+        default_factory=lambda: grpo.preset().loss
+    )
+    """Ratio, surrogate, correction, aggregation and KL."""
+    data: DataSection = field(default_factory=DataSection)
+    """Prompts."""
+    reward: list[dict[str, Any]] = field(default_factory=list)
+    """``[[reward]]`` tables: ``type``, ``weight``, ``name`` and the reward's own keys."""
+    reward_workers: RewardPool.Config = field(default_factory=RewardPool.Config)
+    """Worker processes that compute rewards, per rank."""
+    sampling: SamplingSection = field(default_factory=SamplingSection)
+    """How completions are drawn."""
+    refill: RefillSection = field(default_factory=RefillSection)
+    """Whether groups that teach nothing are replaced."""
+    generator: Annotated[object, Choice(GENERATORS)] = field(default_factory=VllmGenerator.Config)
+    """The engine that samples."""
+    weight_sync: WeightSyncSection = field(default_factory=WeightSyncSection)
+    """Bounds of the handshake."""
+    batching: BatchingSection = field(default_factory=BatchingSection)
+    """How samples become rows."""
+    reference: ReferenceSection = field(default_factory=ReferenceSection)
+    """The frozen model of the KL term."""
+    critic: Critic.Config | None = None
+    """The value model of an advantage that needs one; its defaults count without the table."""
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    """Scores on held-out prompts."""
+    resilience: ResilienceSection = field(default_factory=ResilienceSection)
+    """When to give up."""
+    dataloader: NoDataLoader.Config = field(  # pyrefly: ignore[bad-override-mutable-attribute]
+        default_factory=NoDataLoader.Config
+    )
+    checkpoint: CheckpointManager.Config = field(  # pyrefly: ignore[bad-override-mutable-attribute]
+        default_factory=lambda: CheckpointManager.Config(last_save_model_only=False)
+    )
+
+    def __post_init__(self) -> None:
+        Trainer.Config.__post_init__(self)
