@@ -56,7 +56,9 @@ def copy_full(parameter: torch.Tensor, full: torch.Tensor) -> None:
         full: The whole value, of the parameter's global shape.
     """
     if isinstance(parameter, DTensor):
-        parameter.copy_(replicated(full, like=parameter))
+        # Not in place on the whole: DTensor refuses to where a dimension is shorter than its mesh.
+        shard = replicated(full, like=parameter).redistribute(placements=parameter.placements)
+        parameter.to_local().copy_(shard.to_local())
     else:
         parameter.copy_(full)
 
