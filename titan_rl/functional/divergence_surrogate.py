@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
+from titan_rl.functional.ratio import LOG_RATIO_BOUND
 from titan_rl.functional.shapes import check_same_shape
 from titan_rl.functional.surrogate import TokenLoss
 
@@ -16,6 +19,7 @@ def total_variation_masked(
     max_decrease: float,
     max_increase: float,
     max_weight: float = 20.0,
+    objective: Literal["log_probability", "ratio"] = "log_probability",
 ) -> TokenLoss:
     r"""``-sg[min(r, max_weight)] A log p``, dropped where the token's probability has already moved too far.
 
@@ -24,8 +28,7 @@ def total_variation_masked(
     ratio of a rare token may be large while its probability hardly moves, and the reverse.
 
     Source: Qi et al. 2026 (DPPO, binary TV, arXiv 2602.04879); weights truncated as in section 5.4 there, at
-    20 in verl when nothing else is configured. prime-rl optimises the ratio itself, which has the same
-    gradient without the truncation.
+    20 in verl when nothing else is configured. prime-rl has the objective "ratio" and no truncation.
 
     Args:
         policy_logprobs: Any shape, natural logarithms, with grad.
@@ -33,7 +36,8 @@ def total_variation_masked(
         advantages: The same shape, no grad.
         max_decrease: Largest decrease of a probability that is still pushed further, in [0, 1].
         max_increase: Largest increase of a probability that is still pushed further, in [0, 1].
-        max_weight: Cap of the importance weight, > 0.
+        max_weight: Cap of the importance weight, > 0; infinity for none.
+        objective: What stands behind the weight: ``log p`` or ``p / sg[p]``. Same gradient, other value.
 
     Returns:
         The loss of each token, with grad; where it was dropped below, and above.
@@ -50,7 +54,14 @@ def total_variation_masked(
     moved = policy.exp() - old_logprobs.exp()
     is_low = (advantages <= 0) & (moved < -max_decrease)
     is_high = (advantages > 0) & (moved > max_increase)
-    return _weighted(policy_logprobs, old_logprobs, advantages, max_weight, is_low, is_high)
+    return _weighted(
+        policy_logprobs,
+        old_logprobs,
+        advantages,
+        max_weight=max_weight,
+        is_dropped=(is_low, is_high),
+        objective=objective,
+    )
 
 
 def binary_kl_masked(
@@ -61,6 +72,7 @@ def binary_kl_masked(
     max_kl_decrease: float,
     max_kl_increase: float,
     max_weight: float = 20.0,
+    objective: Literal["log_probability", "ratio"] = "log_probability",
 ) -> TokenLoss:
     r""":func:`total_variation_masked` with the KL divergence of the two-outcome distributions as the measure.
 
@@ -75,7 +87,8 @@ def binary_kl_masked(
         advantages: The same shape, no grad.
         max_kl_decrease: Bound where the advantage is not positive and the probability fell, nats, >= 0.
         max_kl_increase: Bound where the advantage is positive and the probability rose, nats, >= 0.
-        max_weight: Cap of the importance weight, > 0.
+        max_weight: Cap of the importance weight, > 0; infinity for none.
+        objective: What stands behind the weight: ``log p`` or ``p / sg[p]``. Same gradient, other value.
 
     Returns:
         The loss of each token, with grad; where it was dropped below, and above.
@@ -94,7 +107,14 @@ def binary_kl_masked(
     kl = p_old * (old_logprobs - policy) + (1.0 - p_old) * complements
     is_low = (advantages <= 0) & (p < p_old) & (kl > max_kl_decrease)
     is_high = (advantages > 0) & (p > p_old) & (kl > max_kl_increase)
-    return _weighted(policy_logprobs, old_logprobs, advantages, max_weight, is_low, is_high)
+    return _weighted(
+        policy_logprobs,
+        old_logprobs,
+        advantages,
+        max_weight=max_weight,
+        is_dropped=(is_low, is_high),
+        objective=objective,
+    )
 
 
 def quadratic_surrogate(
@@ -131,10 +151,17 @@ def _weighted(
     policy_logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
     advantages: torch.Tensor,
+    *,
     max_weight: float,
-    is_low: torch.Tensor,
-    is_high: torch.Tensor,
+    is_dropped: tuple[torch.Tensor, torch.Tensor],
+    objective: str,
 ) -> TokenLoss:
-    log_weight = (policy_logprobs.detach() - old_logprobs).clamp(min=-20.0, max=20.0)
+    is_low, is_high = is_dropped
+    log_weight = (policy_logprobs.detach() - old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     weight = torch.where(is_low | is_high, 0.0, log_weight.exp().clamp(max=max_weight))
-    return TokenLoss(-weight * advantages * policy_logprobs, is_low, is_high)
+    target = policy_logprobs
+    if objective == "ratio":
+        target = (policy_logprobs - policy_logprobs.detach()).exp()
+    elif objective != "log_probability":
+        raise ValueError(f"objective must be 'log_probability' or 'ratio'; got {objective!r}.")
+    return TokenLoss(-weight * advantages * target, is_low, is_high)

@@ -184,5 +184,5 @@ def output_preserving_scale(
 
 
 def _like(values: torch.Tensor, moments: RunningMoments) -> tuple[torch.Tensor, torch.Tensor]:
-    mean, deviation = moments.mean, standard_deviation(moments)
-    return tuple(number.to(device=values.device, dtype=values.dtype) for number in (mean, deviation))
+    deviation = standard_deviation(moments)
+    return moments.mean.to(values.device, values.dtype), deviation.to(values.device, values.dtype)
