@@ -202,6 +202,10 @@ def reduce_metrics(
     }
     maxima = {name: max(values) for name, values in stacked.items() if name.endswith("/max")}
     reduced: dict[str, Any] = collectives.reduce(sums, "sum") | collectives.reduce(maxima, "max")
+    square = reduced.pop("correction_weight_square/mean", None)
+    if square is not None:  # not a mean itself, so it comes from sums over everything
+        effective = reduced["correction_weight/mean"] ** 2 / square if square > 0 else 0.0
+        reduced["effective_sample_fraction/mean"] = effective
     return {
         f"loss/{name.removesuffix('/mean').replace('/max', '_max')}": value for name, value in reduced.items()
     }
