@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from titan_rl.functional.precision import accumulation_dtype, matmul, matmul_operand
+
 
 class ChunkStatistics(NamedTuple):
     """What a chunk of ``n`` tokens needs to know about its logits ``z``: four numbers a token.
@@ -126,12 +128,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[torch.Tensor, ...]:
         num_tokens = hidden.shape[0]
-        dtype = _accumulation_dtype(hidden.dtype)
+        dtype = accumulation_dtype(hidden.dtype)
         logprobs, logsumexp, entropy = (hidden.new_empty(num_tokens, dtype=dtype) for _ in range(3))
-        head = _matmul_operand(weight)
+        head = matmul_operand(weight)
         for start in range(0, num_tokens, chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits = _matmul(_matmul_operand(hidden[rows]), head.T).mul_(scale)
+            logits = matmul(matmul_operand(hidden[rows]), head.T).mul_(scale)
             statistics = _chunk_statistics(logits, targets[rows], with_entropy=with_entropy)
             logsumexp[rows] = statistics.logsumexp()
             logprobs[rows] = statistics.target - logsumexp[rows]
@@ -153,11 +155,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if need_weight else None
         nothing_flows = grad_logprobs is None and grad_entropy is None
-        head = _matmul_operand(weight)
+        head = matmul_operand(weight)
         for start in range(0, 0 if nothing_flows else hidden.shape[0], ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
-            hidden_rows = _matmul_operand(hidden[rows])
-            logprobs = _matmul(hidden_rows, head.T).mul_(ctx.scale).sub_(logsumexp[rows, None])
+            hidden_rows = matmul_operand(hidden[rows])
+            logprobs = matmul(hidden_rows, head.T).mul_(ctx.scale).sub_(logsumexp[rows, None])
             grad_logits = _grad_logits(
                 logprobs,
                 targets[rows],
@@ -167,9 +169,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             )
             grad_logits = grad_logits.mul_(ctx.scale).to(head.dtype)
             if grad_hidden is not None:
-                grad_hidden[rows] = _matmul(grad_logits, head)
+                grad_hidden[rows] = matmul(grad_logits, head)
             if grad_weight is not None:
-                grad_weight += _matmul(grad_logits.T, hidden_rows)
+                grad_weight += matmul(grad_logits.T, hidden_rows)
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -210,18 +212,3 @@ def _grad_logits(
     if grad_logprobs is not None:
         gradient.scatter_add_(-1, targets[:, None], grad_logprobs[:, None])
     return gradient
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _matmul_operand(tensor: torch.Tensor) -> torch.Tensor:
-    """Cast low precision to fp32 where the device has no product of low precision with an fp32 result."""
-    return tensor if tensor.is_cuda else tensor.to(_accumulation_dtype(tensor.dtype))
-
-
-def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """``left @ right`` with an fp32 result (float64 for float64 operands)."""
-    dtype = _accumulation_dtype(left.dtype)
-    return torch.mm(left, right) if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)

@@ -1,0 +1,236 @@
+"""Divergence from a policy's next-token distribution to a teacher's, without ``[N, V]`` logits.
+
+Both output projections, the temperature, the softmaxes and the divergence are one autograd function that
+works on chunks of tokens and recomputes the logits in backward, like :mod:`titan_rl.functional.logprobs`.
+Which tokens are compared, and gathering output weights that are sharded, is the caller's business.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from titan_rl.functional.precision import accumulation_dtype, matmul, matmul_operand
+
+Divergence = Literal["reverse", "forward"]
+
+
+def chunked_divergence(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    divergence: Divergence = "reverse",
+    top_k: int = 0,
+    chunk_tokens: int = 1024,
+) -> torch.Tensor:
+    r"""KL divergence per token between a policy ``p`` and a teacher ``q``, over the whole vocabulary or
+    parts.
+
+    With ``z = hidden @ weight.T / temperature``, ``p = softmax(z)``, and ``q`` of the teacher likewise::
+
+        reverse = KL(p || q) = sum_v p_v (log p_v - log q_v)      d / d z_v = p_v (log p_v - log q_v -
+        reverse) forward = KL(q || p) = sum_v q_v (log q_v - log p_v)      d / d z_v = p_v - q_v
+
+    These are the divergences of Agarwal et al. 2024 (GKD, arXiv 2306.13649, section 2); the tokens at which
+    they are taken come from the caller. Both are exact sums over the vocabulary, not estimates from the
+    sampled token, whose variance they do not have.
+
+    With ``top_k = k`` the vocabulary is coarsened to k + 1 classes: k tokens of their own and one class for
+    all others, whose probability is their sum (the tail). The divergence is that of the two coarsened
+    distributions, so it is 0 where they agree, at most the full divergence (data processing), and equal to
+    it at ``k >= V``. The k tokens are the largest of the distribution that the expectation is taken over:
+    the policy's for reverse, the teacher's for forward. The policy's k largest with a class for the tail is
+    how Hübotter et al. 2026 (SDPO, arXiv 2601.20802) truncate; renormalising over k tokens, as others do,
+    would leave the mass that the policy puts elsewhere without a gradient.
+
+    At most a few ``[chunk_tokens, V]`` buffers exist at any time, in forward and in backward. Sums are fp32
+    for low-precision inputs and float64 for float64. The chunked recomputation is that of "Cut Your Losses"
+    (Wijmans et al. 2024, arXiv 2411.09009) without its kernels.
+
+    Args:
+        hidden: ``[N, D]`` states of the policy before its output projection; N may be 0. Gradient flows.
+        weight: ``[V, D]`` output projection of the policy, unsharded. Gradient flows; with N = 0 it is a
+            tensor of zeros, so that collectives that hang on the gradient still happen.
+        teacher_hidden: ``[N, E]`` states of the teacher at the same tokens. No gradient.
+        teacher_weight: ``[V, E]`` output projection of the teacher, unsharded. No gradient.
+        temperature: What both models' logits are divided by, > 0.
+        divergence: ``"reverse"`` or ``"forward"``.
+        top_k: Tokens with a class of their own, >= 0; 0 is the whole vocabulary.
+        chunk_tokens: Tokens whose logits exist at the same time, >= 1. Results do not depend on it beyond
+            rounding.
+
+    Returns:
+        ``[N]`` nats, fp32 (float64 for float64 inputs), >= 0 up to rounding.
+
+    Raises:
+        ValueError: When shapes do not fit, or a number is out of range.
+
+    >>> hidden = torch.ones(1, 1)
+    >>> policy, teacher = torch.tensor([[0.0], [math.log(3)]]), torch.zeros(2, 1)  # 1/4, 3/4 and 1/2, 1/2
+    >>> round(chunked_divergence(hidden, policy, hidden, teacher).item(), 4)
+    0.1308
+    >>> round(chunked_divergence(hidden, policy, hidden, teacher, divergence="forward").item(), 4)
+    0.1438
+    """
+    _check_inputs(hidden, weight, teacher_hidden, teacher_weight)
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature must be positive and finite; got {temperature}.")
+    if divergence not in ("reverse", "forward"):
+        raise ValueError(f"divergence must be 'reverse' or 'forward'; got {divergence!r}.")
+    if top_k < 0 or chunk_tokens < 1:
+        raise ValueError(f"top_k must be >= 0 and chunk_tokens >= 1; got {top_k} and {chunk_tokens}.")
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    teacher_dtype = torch.promote_types(teacher_hidden.dtype, teacher_weight.dtype)
+    options = _Options(1.0 / temperature, divergence, top_k if top_k < weight.shape[0] else 0, chunk_tokens)
+    return _ChunkedDivergence.apply(
+        hidden.to(dtype),
+        weight.to(dtype),
+        teacher_hidden.detach().to(teacher_dtype),
+        teacher_weight.detach().to(teacher_dtype),
+        options,
+    )
+
+
+def _check_inputs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+) -> None:
+    for name, states, head in (("", hidden, weight), ("teacher_", teacher_hidden, teacher_weight)):
+        if states.ndim != 2 or head.ndim != 2 or states.shape[1] != head.shape[1]:
+            raise ValueError(
+                f"{name}hidden must be [N, D] and {name}weight [V, D] with the same D; "
+                f"got {tuple(states.shape)} and {tuple(head.shape)}."
+            )
+    if hidden.shape[0] != teacher_hidden.shape[0] or weight.shape[0] != teacher_weight.shape[0]:
+        raise ValueError(
+            "policy and teacher must have the same N and V; "
+            f"got N = {hidden.shape[0]} and {teacher_hidden.shape[0]}, "
+            f"V = {weight.shape[0]} and {teacher_weight.shape[0]}."
+        )
+
+
+class _Options(NamedTuple):
+    """What is computed: numbers only."""
+
+    scale: float
+    divergence: Divergence
+    top_k: int  # 0: the whole vocabulary
+    chunk_tokens: int
+
+
+class _ChunkedDivergence(torch.autograd.Function):
+    """The autograd function behind :func:`chunked_divergence`; each model's inputs have one dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        teacher_hidden: torch.Tensor,
+        teacher_weight: torch.Tensor,
+        options: _Options,
+    ) -> torch.Tensor:
+        count, dtype = hidden.shape[0], accumulation_dtype(hidden.dtype)
+        values = hidden.new_empty(count, dtype=dtype)
+        chosen = torch.empty(count, options.top_k, dtype=torch.int64, device=hidden.device)
+        head, teacher_head = matmul_operand(weight), matmul_operand(teacher_weight)
+        for start in range(0, count, options.chunk_tokens):
+            rows = slice(start, start + options.chunk_tokens)
+            policy = _log_softmax(hidden[rows], head, options.scale, dtype)
+            teacher = _log_softmax(teacher_hidden[rows], teacher_head, options.scale, dtype)
+            if options.top_k:
+                larger = policy if options.divergence == "reverse" else teacher
+                chosen[rows] = larger.topk(options.top_k, dim=-1, sorted=False).indices
+            over, under = (
+                _classes(log_probs, chosen[rows])
+                for log_probs in ((policy, teacher) if options.divergence == "reverse" else (teacher, policy))
+            )
+            values[rows] = (over.exp() * (over - under)).sum(-1)
+        ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, chosen, values)
+        ctx.options = options
+        return values
+
+    @staticmethod
+    @once_differentiable  # its type makes ctx positional-only, hence the waiver
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
+        (grad,) = grad_outputs
+        hidden, weight, teacher_hidden, teacher_weight, chosen, values = ctx.saved_tensors
+        options: _Options = ctx.options
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        dtype = values.dtype
+        grad_hidden = torch.zeros_like(hidden, dtype=dtype) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if need_weight else None
+        head, teacher_head = matmul_operand(weight), matmul_operand(teacher_weight)
+        for start in range(0, hidden.shape[0], options.chunk_tokens):
+            rows = slice(start, start + options.chunk_tokens)
+            hidden_rows = matmul_operand(hidden[rows])
+            gradient = _grad_logits(
+                _log_softmax(hidden[rows], head, options.scale, dtype),
+                _log_softmax(teacher_hidden[rows], teacher_head, options.scale, dtype),
+                chosen=chosen[rows],
+                values=values[rows],
+                divergence=options.divergence,
+            )
+            gradient = gradient.mul_(options.scale * grad[rows, None]).to(head.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = matmul(gradient, head)
+            if grad_weight is not None:
+                grad_weight += matmul(gradient.T, hidden_rows)
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            *(None,) * 3,
+        )
+
+
+def _log_softmax(hidden: torch.Tensor, head: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """``[n, V]`` log-probabilities."""
+    logits = matmul(matmul_operand(hidden), head.T).to(dtype).mul_(scale)
+    return logits.sub_(logits.logsumexp(-1, keepdim=True))
+
+
+def _classes(log_probs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """``[n, k + 1]`` log-probabilities of the chosen tokens and of all others together, or all ``[n, V]``."""
+    if not chosen.shape[1]:
+        return log_probs
+    return torch.cat([log_probs.gather(-1, chosen), _tail(log_probs, chosen)], dim=-1)
+
+
+def _tail(log_probs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """``[n, 1]`` log of the probability that is not chosen; exact where 1 - sum would cancel."""
+    return log_probs.scatter(-1, chosen, -math.inf).logsumexp(-1, keepdim=True)
+
+
+def _grad_logits(
+    policy: torch.Tensor,
+    teacher: torch.Tensor,
+    *,
+    chosen: torch.Tensor,
+    values: torch.Tensor,
+    divergence: Divergence,
+) -> torch.Tensor:
+    """``[n, V]`` gradient with respect to the policy's logits, from both models' log-probabilities.
+
+    With ``P`` and ``Q`` of the class that holds ``v``: reverse ``p_v (log P - log Q - KL)``, forward
+    ``p_v - p_v Q / P``.
+    """
+    value = values[:, None]
+    if not chosen.shape[1]:
+        if divergence == "reverse":
+            return (policy - teacher).sub_(value).mul_(policy.exp())
+        return policy.exp().sub_(teacher.exp())
+    kept, teacher_kept = policy.gather(-1, chosen), teacher.gather(-1, chosen)
+    tail = _tail(policy, chosen) - _tail(teacher, chosen)
+    if divergence == "reverse":
+        gradient = policy.exp().mul_(tail - value)
+        return gradient.scatter_(-1, chosen, kept.exp() * (kept - teacher_kept - value))
+    gradient = policy.exp().sub_((policy - tail).exp_())  # p_v Q / P as one exponential: P may underflow
+    return gradient.scatter_(-1, chosen, kept.exp() - teacher_kept.exp())

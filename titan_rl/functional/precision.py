@@ -1,0 +1,21 @@
+"""Products of low-precision matrices with an fp32 result, for the chunked functions over a vocabulary."""
+
+from __future__ import annotations
+
+import torch
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over values of ``dtype`` are kept in: float64 for float64, otherwise fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def matmul_operand(tensor: torch.Tensor) -> torch.Tensor:
+    """Cast low precision to fp32 where the device has no product of low precision with an fp32 result."""
+    return tensor if tensor.is_cuda else tensor.to(accumulation_dtype(tensor.dtype))
+
+
+def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``left @ right`` with an fp32 result (float64 for float64 operands)."""
+    dtype = accumulation_dtype(left.dtype)
+    return torch.mm(left, right) if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)
