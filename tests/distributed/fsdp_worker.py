@@ -23,7 +23,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.module import Module as TitanModule
 
-from titan_rl.algorithms.components import KLPenalty
+from titan_rl.algorithms.penalties import KLPenalty
 from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.batching.pack import pack
@@ -268,6 +268,7 @@ class Step:
             self.loss_fn,
             batch,
             temperature=TEMPERATURE,
+            max_tokens=LONGEST,
             prepare=self.prepare,
             context=self.rank.train_context,
         )

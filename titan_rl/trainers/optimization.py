@@ -122,6 +122,7 @@ def forward_backward(
     batch: StepBatch,
     *,
     temperature: float,
+    max_tokens: int,
     prepare: PrepareInputs,
     context: Callable[[], AbstractContextManager[None]],
 ) -> list[dict[str, torch.Tensor]]:
@@ -135,6 +136,7 @@ def forward_backward(
         loss_fn: The composed loss.
         batch: Scored micro-batches.
         temperature: Of sampling and scoring.
+        max_tokens: Longest completion that can be sampled.
         prepare: Builds the model's arguments.
         context: TorchTitan's context for forward and backward.
 
@@ -156,6 +158,7 @@ def forward_backward(
                     generator_logprobs=micro_batch.generator_logprobs,
                     num_loss_tokens=batch.num_loss_tokens,
                     num_samples=batch.num_samples,
+                    max_tokens=max_tokens,
                     old_logprobs=batch.old_logprobs[index] if batch.old_logprobs else None,
                     ref_logprobs=batch.ref_logprobs[index] if batch.ref_logprobs else None,
                     entropy=_entropy(scores.entropy, with_grad=loss_fn.entropy.coefficient > 0),

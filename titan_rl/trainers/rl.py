@@ -203,6 +203,7 @@ class RLTrainer(Trainer):
                 self.loss_fn,
                 batch,
                 temperature=self.config.sampling.temperature,
+                max_tokens=self.config.sampling.max_tokens,
                 prepare=self.prepare_inputs,
                 context=self.train_context,
             )
