@@ -1,0 +1,124 @@
+"""The critic's error against Monte-Carlo values, with a frozen policy.
+
+    torchrun --standalone --nproc-per-node 1 -m benchmarks.critic_error train_configs/tiny_grpo.toml \\
+        --algorithm.type ppo --critic.warmup_iterations 20 --critic.optimizer.lr 1e-3 --training.steps 20
+
+The run's iterations must all be warm-up, so that the policy never changes. Afterwards each held-out prompt is
+continued once; at the prompt and after each of the first sampled tokens, 64 further continuations are sampled
+and scored, and their mean reward is compared with the critic's value there.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from titan_rl.batching.pack import pack
+from titan_rl.config.entry import read_checked
+from titan_rl.generation.protocol import generate
+from titan_rl.resilience.seeds import derive_seed
+from titan_rl.trainers.configuration import configure
+from titan_rl.trainers.optimization import StepBatch
+from titan_rl.trainers.rl import RLTrainer
+from titan_rl.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Prompt,
+    Reward,
+    Rollout,
+    Sample,
+    SamplingParams,
+    Turn,
+)
+
+NUM_PROMPTS, NUM_CONTINUATIONS, MAX_PREFIX = 60, 64, 2
+
+
+def main() -> None:
+    """Train the critic, measure, print."""
+    document, trainer_name = read_checked(sys.argv[1], sys.argv[2:])
+    trainer: RLTrainer = configure(document, trainer_name).build()
+    trainer.train()
+    if trainer.critic is None or trainer.state.policy_version:
+        raise SystemExit("The policy must stay frozen: set critic.warmup_iterations to training.steps.")
+    prompts = trainer.data.held_out_prompts()[:NUM_PROMPTS]
+    states = _states(trainer, prompts)
+    measured = torch.tensor(_monte_carlo(trainer, states))
+    predicted = torch.tensor([_value(trainer, tokens) for _, tokens, _ in states])
+    error, variance = (predicted - measured).square().mean(), measured.var(correction=0)
+    print(
+        f"{len(states)} states of {len(prompts)} held-out prompts, {NUM_CONTINUATIONS} continuations each: "
+        f"mean value {measured.mean():.3f}, variance {variance:.4f}, mean squared error {error:.4f}, "
+        f"ratio {error / variance:.3f}"
+    )
+    trainer.close()
+
+
+def _states(trainer: RLTrainer, prompts: list[Prompt]) -> list[tuple[Prompt, tuple[int, ...], int]]:
+    """Prompt, tokens so far and how many of them were sampled."""
+    encoded = [tuple(trainer.data.encoder.encode(prompt.messages)) for prompt in prompts]
+    completions = _sample(trainer, list(enumerate(encoded)), trainer.data.sampling.max_tokens, "prefix")
+    states = []
+    for prompt, tokens, sampled in zip(prompts, encoded, completions, strict=True):
+        for length in range(min(MAX_PREFIX, len(sampled) - 1) + 1):
+            states.append((prompt, tokens + sampled[:length], length))
+    return states
+
+
+def _sample(
+    trainer: RLTrainer, starts: list[tuple[int, tuple[int, ...]]], max_tokens: int, purpose: str
+) -> list[tuple[int, ...]]:
+    sampling = trainer.data.sampling
+    requests = [
+        GenerationRequest(
+            id=f"{purpose}/{number}/{index}",
+            prompt_token_ids=tokens,
+            sampling=SamplingParams(
+                max_tokens=max_tokens,
+                temperature=sampling.temperature,
+                stop_token_ids=sampling.stop_token_ids,
+            ),
+            seed=derive_seed(trainer.run_seed, purpose, number, index),
+        )
+        for number, (index, tokens) in enumerate(starts)
+    ]
+    return [c.token_ids for c in generate(trainer.generator, requests, timeout_seconds=600)]
+
+
+def _monte_carlo(trainer: RLTrainer, states: list[tuple[Prompt, tuple[int, ...], int]]) -> list[float]:
+    values = []
+    for index, (prompt, tokens, length) in enumerate(states):
+        room = trainer.data.sampling.max_tokens - length
+        starts = [(i, tokens) for i in range(NUM_CONTINUATIONS)]
+        for key, rest in enumerate(_sample(trainer, starts, room, f"state{index}")):
+            text = trainer.data.encoder.decode([*tokens[len(tokens) - length :], *rest])
+            completion = Completion("", rest, (0.0,) * len(rest), FinishReason.STOP, ((0, 0),))
+            turn = Turn(prompt_token_ids=tokens, completion=completion, text=text)
+            trainer.rewards.submit(key, Rollout(prompt=prompt, sample_index=key, seed=0, turns=[turn]))
+        rewards = [result for _, result in trainer.rewards.results(60.0)]
+        scored = [reward.total for reward in rewards if isinstance(reward, Reward)]
+        values.append(sum(scored) / len(scored))
+    return values
+
+
+def _value(trainer: RLTrainer, tokens: tuple[int, ...]) -> float:
+    """The critic's value of the state in which the token after ``tokens`` is sampled."""
+    sample = Sample(
+        token_ids=[*tokens, 0],
+        loss_mask=[False] * len(tokens) + [True],
+        generator_logprobs=[0.0] * (len(tokens) + 1),
+        reward=0.0,
+        group_index=0,
+        sample_index=0,
+        is_truncated=False,
+    )
+    batch = pack([sample], [0.0], token_budget=trainer.config.training.seq_len, rows_per_micro_batch=1)[0]
+    step = StepBatch(micro_batches=[batch.to(trainer.device)], num_loss_tokens=1, num_samples=1)
+    trainer.critic.score(step)
+    return float(step.values[0][0, len(tokens) - 1])
+
+
+if __name__ == "__main__":
+    main()
