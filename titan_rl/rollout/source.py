@@ -61,6 +61,7 @@ class GroupSource:
         *,
         keep: Callable[[Group], bool],
         sum_over_ranks: Callable[[float], float],
+        score: Callable[[list[Group]], None] | None = None,
     ) -> None:
         """Bind the collaborators.
 
@@ -70,9 +71,10 @@ class GroupSource:
             options: How an iteration is filled.
             keep: Whether a scored group is worth training on; asked only where groups are replaced.
             sum_over_ranks: Collective sum, so that all ranks see how many groups are missing.
+            score: Adds what a model has to say to the rewards of this rank's groups. Collective.
         """
         self._runner, self._prompts, self._options = runner, prompts, options
-        self._keep, self._sum = keep, sum_over_ranks
+        self._keep, self._sum, self._score = keep, sum_over_ranks, score
 
     def take(self, cursor: int, policy_version: int) -> Taken:
         """Roll out the next prompts until the iteration is full. Collective.
@@ -128,4 +130,6 @@ class GroupSource:
             stats.add(some)
             for group, baseline in zip(groups, greedy, strict=True):
                 group.baseline = baseline.rollouts[0]
+        if self._score is not None:
+            self._score(groups)
         return groups
