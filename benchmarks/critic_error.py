@@ -19,7 +19,6 @@ from titan_rl.config.entry import read_checked
 from titan_rl.generation.protocol import generate
 from titan_rl.resilience.seeds import derive_seed
 from titan_rl.trainers.configuration import configure
-from titan_rl.trainers.optimization import StepBatch
 from titan_rl.trainers.rl import RLTrainer
 from titan_rl.types import (
     Completion,
@@ -115,9 +114,7 @@ def _value(trainer: RLTrainer, tokens: tuple[int, ...]) -> float:
         is_truncated=False,
     )
     batch = pack([sample], [0.0], token_budget=trainer.config.training.seq_len, rows_per_micro_batch=1)[0]
-    step = StepBatch(micro_batches=[batch.to(trainer.device)], num_loss_tokens=1, num_samples=1)
-    trainer.critic.score(step)
-    return float(step.values[0][0, len(tokens) - 1])
+    return float(trainer.critic(batch.to(trainer.device))[0, len(tokens) - 1])
 
 
 if __name__ == "__main__":

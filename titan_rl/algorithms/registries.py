@@ -22,6 +22,9 @@ ALGORITHMS = {
     "on_policy_distillation": "titan_rl.algorithms.on_policy_distillation:preset",
 }
 
+DEFAULT_ALGORITHM = "grpo"
+"""What a run does that names none."""
+
 ADVANTAGES = {
     "group_normalized": "titan_rl.algorithms.advantages:GroupNormalized",
     "leave_one_out": "titan_rl.algorithms.advantages:LeaveOneOut",

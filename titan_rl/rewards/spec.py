@@ -188,12 +188,13 @@ class WeightedSum:
         """Build every reward.
 
         Args:
-            specs: At least one, with unique names.
+            specs: With unique names. None: every total is 0, for runs whose rewards come from a model.
 
         Raises:
             ConfigError: See :func:`check_specs` and :func:`build_reward`.
         """
-        check_specs(specs)
+        if specs:
+            check_specs(specs)
         self._terms = [(spec.name, spec.weight, build_reward(spec)) for spec in specs]
 
     def __call__(self, rollout: Rollout) -> Reward:

@@ -232,6 +232,7 @@ def build_source(trainer: RLTrainer, data: RunData) -> GroupSource:
         data.train,
         options,
         keep=has_signal,
+        score=trainer.model_reward,
         sum_over_ranks=lambda value: trainer.collectives.reduce_scalar(value, "sum"),
     )
 

@@ -66,6 +66,11 @@ class BatchMaker:
             if self._credit.needs_scores:
                 trainer.report.measured(self._credit.assign(groups, batches))
                 per_rollout = mean_by_rollout(batches)
+            if trainer.critic is not None:
+                trainer.critic.observe(
+                    [returns for batch in batches for returns in batch.returns],
+                    [m.loss_mask for batch in batches for m in batch.micro_batches],
+                )
         trainer.report.record(taken, per_rollout)
         return batches
 
@@ -109,7 +114,7 @@ class BatchMaker:
         for batch in batches:
             score_batch(batch, old=old, reference=self._reference)
             if self._trainer.critic is not None:
-                self._trainer.critic.score(batch)
+                batch.values = [self._trainer.critic(m) for m in batch.micro_batches]
 
     def _choose_old_scorer(self, batches: Sequence[StepBatch]) -> LogprobScorer | None:
         """What scores under the old policy; None when nothing has to, or the generator's values serve."""

@@ -29,7 +29,9 @@ def check_config(config: RLTrainer.Config, *, world_size: int, device_type: str)
     """
     _check_parallelism(config, world_size)
     check_ranks(config.parallelism, world_size)
-    check_specs([RewardSpec.from_table(table) for table in config.reward])
+    specs = [RewardSpec.from_table(table) for table in config.reward]
+    if specs or config.reward_model is None:
+        check_specs(specs)
     _check_steps(config)
     _check_lengths(config)
     _check_sampling(config)
@@ -201,7 +203,7 @@ def _check_needs(config: RLTrainer.Config, needs: Needs) -> None:
             "[critic]",
             f'be left out with advantage.type = "{advantage}", which needs no critic',
             "a table",
-            'Remove it, or set algorithm.type = "ppo" or advantage.type = "gae".',
+            'Remove it, or choose an advantage.type that needs one, such as "gae".',
         )
     reference = config.reference.offload_to_cpu and not needs.reference
     if reference:

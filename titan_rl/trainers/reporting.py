@@ -19,6 +19,7 @@ from titan_rl.titan.api import logger
 from titan_rl.titan.device import peak_memory_bytes
 from titan_rl.trainers import assembly
 from titan_rl.trainers.exporting import export
+from titan_rl.trainers.model_reward import PART
 from titan_rl.trainers.optimization import StepBatch, StepResult
 from titan_rl.types import Group
 
@@ -196,6 +197,7 @@ class Reporter:
             for name, value in reward.parts.items():
                 parts[f"part/{name}"] = parts.get(f"part/{name}", 0.0) + value
         names = [spec.name for spec in assembly.reward_specs(self._trainer.config.reward)]
+        names += [PART] if self._trainer.model_reward is not None else []
         totals = [reward.total for reward in rewards]
         equal = sum(len({r.reward.total for r in g.rollouts if r.reward is not None}) <= 1 for g in groups)
         sums = {

@@ -28,7 +28,7 @@ from titan_rl.titan.api import CheckpointManager, Profiler, Trainer, clip_grad_n
 from titan_rl.titan.collectives import Collectives
 from titan_rl.trainers import assembly, checks, initial_weights
 from titan_rl.trainers.batch_maker import BatchMaker
-from titan_rl.trainers.critic_training import CriticTraining
+from titan_rl.trainers.model_reward import ModelReward
 from titan_rl.trainers.optimization import (
     StepBatch,
     StepResult,
@@ -86,11 +86,12 @@ class RLTrainer(Trainer):
         if self.config.checkpoint.enable:  # otherwise TorchTitan's checkpointer has no states
             self.checkpointer.states["rl_state"] = self.state
         initial_weights.load(self)
-        self.critic = self._critic_training()
+        self.critic = self._build_critic()
         self.data = data
         self.generator = assembly.build_generator(self, data)
         self.rewards = assembly.build_rewards(config)
         self.runner = assembly.build_runner(self, data)
+        self.model_reward = None if config.reward_model is None else ModelReward(self, config.reward_model)
         self.source = assembly.build_source(self, data)
         self.batch_maker = BatchMaker(self)
         self.sync = WeightSync(
@@ -126,8 +127,6 @@ class RLTrainer(Trainer):
             results = [self.update(batch) for batch in batches]
             self.state.iteration += 1
             self._adapt_kl_coefficient(results, batches)
-            if self.critic is not None:
-                self.report.measured(self.critic.end_iteration(batches))
             self.sync_weights()
             if self._evaluation_is_due():
                 self.evaluate()
@@ -182,8 +181,13 @@ class RLTrainer(Trainer):
         if self.critic is None or not batch.num_loss_tokens:
             return self.optimizer_step(batch)
         with self.timer.stage("train"):
-            metrics = self.critic.train_step(batch)
-        if self.critic.critic.is_warming_up(self.state.iteration):
+            metrics = self.critic.train_step(
+                batch.micro_batches,
+                returns=batch.returns,
+                old_values=batch.values,
+                num_loss_tokens=batch.num_loss_tokens,
+            ).metrics
+        if self.critic.is_warming_up(self.state.iteration):
             return StepResult(is_applied=False, grad_norm=math.nan, metrics=metrics)
         result = self.optimizer_step(batch)
         return dataclasses.replace(result, metrics=result.metrics | metrics)
@@ -238,6 +242,8 @@ class RLTrainer(Trainer):
                 policy_version=self.state.policy_version,
                 purpose="evaluation",
             )
+            if self.model_reward is not None and not self.config.reward:
+                self.model_reward(groups)
         return self.report.evaluation(groups)
 
     # ------------------------------------------------------------------------------------------ details
@@ -311,20 +317,20 @@ class RLTrainer(Trainer):
         self.ntokens_seen = seen  # TorchTitan's hook counts every call; only trained batches should count
         return inputs, kwargs
 
-    def _critic_training(self) -> CriticTraining | None:
+    def _build_critic(self) -> Critic | None:
         if not self.needs.critic:
             return None
         critic = build_critic(
             self.config.critic or Critic.Config(),
             self,
             prepare=self.prepare_inputs,
+            collectives=self.collectives,
             seed=self.run_seed,
             total_steps=self.config.training.steps,
         )
-        training = CriticTraining(critic, self.collectives)
         if self.config.checkpoint.enable:
-            self.checkpointer.states |= {"critic": critic, "value_moments": training}
-        return training
+            self.checkpointer.states["critic"] = critic
+        return critic
 
     def _probe_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities of tokens 1 to N - 1 at temperature 1, under the policy as it is now."""

@@ -7,12 +7,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from titan_rl.algorithms import grpo
 from titan_rl.algorithms.policy_loss import PolicyLoss
+from titan_rl.algorithms.preset import AlgorithmPreset
 from titan_rl.algorithms.refill import RefillSection
-from titan_rl.algorithms.registries import ADVANTAGES
+from titan_rl.algorithms.registries import ADVANTAGES, ALGORITHMS, DEFAULT_ALGORITHM
 from titan_rl.algorithms.shaping import ShapingSection
 from titan_rl.config.choice import Choice
+from titan_rl.config.registry import resolve
 from titan_rl.generation.registry import GENERATORS
 from titan_rl.generation.vllm import VllmGenerator
 from titan_rl.policy.critic import Critic
@@ -27,9 +28,14 @@ from titan_rl.trainers.sections import (
     DataSection,
     ReferenceSection,
     ResilienceSection,
+    RewardModelSection,
     SamplingSection,
 )
 from titan_rl.weight_sync.push import WeightSyncSection
+
+
+def _default() -> AlgorithmPreset:
+    return resolve(DEFAULT_ALGORITHM, ALGORITHMS, "algorithm.type")()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,19 +48,21 @@ class RLConfig(Trainer.Config):
     """Which model."""
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     """Which composition, and how many optimiser steps per iteration."""
-    advantage: Annotated[object, Choice(ADVANTAGES)] = field(default_factory=lambda: grpo.preset().advantage)
+    advantage: Annotated[object, Choice(ADVANTAGES)] = field(default_factory=lambda: _default().advantage)
     """Rewards of a group to advantages."""
     shaping: ShapingSection = field(default_factory=ShapingSection)
     """What is done to rewards before the advantage, and to advantages after it."""
     # TorchTitan types these fields by their base classes; each is built by its own class alone.
     loss: PolicyLoss.Config = field(  # pyrefly: ignore[bad-override]
-        default_factory=lambda: grpo.preset().loss
+        default_factory=lambda: _default().loss
     )
     """Ratio, surrogate, correction, aggregation and KL."""
     data: DataSection = field(default_factory=DataSection)
     """Prompts."""
     reward: list[dict[str, Any]] = field(default_factory=list)
     """``[[reward]]`` tables: ``type``, ``weight``, ``name`` and the reward's own keys."""
+    reward_model: RewardModelSection | None = None
+    """A trained reward model among the rewards."""
     reward_workers: RewardPool.Config = field(default_factory=RewardPool.Config)
     """Worker processes that compute rewards, per rank."""
     sampling: SamplingSection = field(default_factory=SamplingSection)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import tyro
 from annotated_types import Ge, Gt, Interval
 
+from titan_rl.algorithms.registries import DEFAULT_ALGORITHM
 from titan_rl.config.choice import Choice
 from titan_rl.data.arithmetic import Arithmetic
 from titan_rl.data.datasets import DATASETS
@@ -18,7 +19,7 @@ class AlgorithmSection:
     """Table ``[algorithm]``."""
 
     # Suppressed: by the time tyro reads TorchTitan's command line, its defaults are in place.
-    type: Annotated[str, tyro.conf.Suppress] = "grpo"
+    type: Annotated[str, tyro.conf.Suppress] = DEFAULT_ALGORITHM
     """A named composition, which sets the defaults of ``[advantage]`` and ``[loss]``."""
 
     steps_per_iteration: Annotated[int, Ge(1)] = 1
@@ -108,6 +109,24 @@ class ReferenceSection:
 
     offload_to_cpu: bool = False
     """Keep its shards in host memory between uses. On a CPU there is nowhere to move them: refused."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardModelSection:
+    """Table ``[reward_model]``: a trained reward model that scores rollouts, beside ``[[reward]]`` tables.
+
+    Held-out prompts are scored by the ``[[reward]]`` tables, and by the model when there are none.
+    """
+
+    path: str
+    """The export of a run with ``trainer = "reward_model"``, or a ``step-N`` checkpoint of one whose
+    architecture is the policy's."""
+
+    weight: float = 1.0
+    """Factor of its score in the total reward."""
+
+    is_alone: bool = False
+    """Whether training sees its score alone, so that the ``[[reward]]`` tables only measure."""
 
 
 @dataclass(kw_only=True, slots=True)
