@@ -141,10 +141,32 @@ def build_sibling(trainer: Trainer, *, offload_to_cpu: bool = False) -> nn.Modul
     Returns:
         The sharded model in evaluation mode, without gradients; it returns hidden states like the policy.
     """
-    config, spec = trainer.config, cast(ModelSpec, trainer.config.model_spec)
+    spec = cast(ModelSpec, trainer.config.model_spec)
+    return _build_frozen(trainer, spec, copy.deepcopy(trainer.model_config), offload_to_cpu)
+
+
+def build_frozen(trainer: Trainer, spec: ModelSpec, *, offload_to_cpu: bool = False) -> nn.Module:
+    """Build a frozen model of another architecture under the policy's parallelism. Its weights are not set.
+
+    Args:
+        trainer: A TorchTitan trainer after its ``__init__``, without pipeline parallelism.
+        spec: From :func:`build_spec`; its configuration is changed.
+        offload_to_cpu: As for :func:`build_sibling`.
+
+    Raises:
+        ValueError: TorchTitan refuses the model under this run's parallelism or row length.
+    """
+    spec.model.update_from_config(config=trainer.config)
+    return _build_frozen(trainer, spec, spec.model, offload_to_cpu)
+
+
+def _build_frozen(
+    trainer: Trainer, spec: ModelSpec, model_config: BaseModel.Config, offload_to_cpu: bool
+) -> nn.Module:
+    config = trainer.config
     training = dataclasses.replace(config.training, enable_cpu_offload=offload_to_cpu)
     with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
-        model = copy.deepcopy(trainer.model_config).build()
+        model = model_config.build()
     model = spec.parallelize_fn(
         model,
         parallel_dims=trainer.parallel_dims,

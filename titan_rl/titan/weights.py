@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
@@ -24,6 +26,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.titan.init import replicated
 
 TIED_HEAD = "lm_head.weight"
+SCALAR_HEAD = "score.weight"
 TIED_EMBEDDING = "model.embed_tokens.weight"
 ASSET_FILES = (
     "tokenizer.json",
@@ -117,14 +120,45 @@ def has_hf_weights(directory: str) -> bool:
     return bool(directory) and any(Path(directory).glob("*.safetensors"))
 
 
+def load_checkpoint(model: nn.Module, path: str, *, where: str = "checkpoint.initial_load_path") -> None:
+    """Load the model of a TorchTitan checkpoint, written on any number of ranks. Collective.
+
+    Args:
+        model: Sharded or not, one part.
+        path: A ``step-N`` directory.
+        where: The key that names the path, for errors.
+
+    Raises:
+        ConfigError: it is not a checkpoint, or another model's.
+    """
+    state = dict(model.state_dict())
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except (Exception, CheckpointException) as error:  # DCP's own exception is no Exception
+        raise ConfigError(
+            where,
+            "be a TorchTitan checkpoint of this model",
+            path,
+            f"Loading it failed: {(str(error).strip() or repr(error)).splitlines()[0]}.",
+        ) from error
+    model.load_state_dict(state)
+
+
 @torch.no_grad()
-def load_hf(model: nn.Module, adapter: BaseStateDictAdapter | None, directory: str) -> None:
+def load_hf(
+    model: nn.Module, adapter: BaseStateDictAdapter | None, directory: str, *, has_scalar_head: bool = False
+) -> bool:
     """Load the safetensors of a directory into a model, sharded or not, whether or not heads divide.
 
     Args:
         model: The policy, one part.
         adapter: TorchTitan's adapter of this model.
         directory: Model directory in Hugging Face layout.
+        has_scalar_head: The model has a scalar head: it is loaded from a reward model's directory and left as
+            it is when the directory is a language model's, whose own head is ignored.
+
+    Returns:
+        Whether the head was loaded.
 
     Raises:
         ConfigError: a parameter is missing, unexpected or of another shape, or a file is unreadable.
@@ -141,11 +175,18 @@ def load_hf(model: nn.Module, adapter: BaseStateDictAdapter | None, directory: s
     if tied and TIED_EMBEDDING in names:
         _check_tied(names, directory)
         names[TIED_HEAD] = names[TIED_EMBEDDING]
+    stored = {TIED_HEAD: TIED_EMBEDDING} if tied else {}
+    if has_scalar_head:
+        names.pop(TIED_HEAD, None)
+        if SCALAR_HEAD in names:
+            names[TIED_HEAD], stored = names.pop(SCALAR_HEAD), {TIED_HEAD: SCALAR_HEAD}
     unused = set(names)
     for prefix, module in parts(model):
+        if has_scalar_head and prefix == "lm_head." and TIED_HEAD not in names:
+            continue
         wanted = {key for key, _ in module.state_dict(prefix=prefix).items()}
         hf_names = [n for n in names if native_names(adapter, n) & wanted]
-        full = {n: _read(names[n], TIED_EMBEDDING if tied and n == TIED_HEAD else n) for n in hf_names}
+        full = {n: _read(names[n], stored.get(n, n)) for n in hf_names}
         if tied:
             # The adapters insist on a head or an embedding in every bucket; the name alone satisfies them.
             full.setdefault(TIED_HEAD, torch.empty(0))
@@ -168,6 +209,7 @@ def load_hf(model: nn.Module, adapter: BaseStateDictAdapter | None, directory: s
             sorted(unused)[:3],
             "The config.json beside them describes another model.",
         )
+    return TIED_HEAD in names
 
 
 def _check_tied(names: Mapping[str, Path], directory: str) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from titan_rl.errors import ConfigError
 from titan_rl.titan.api import logger
 from titan_rl.titan.models import build_sibling, copy_shards
-from titan_rl.titan.weights import has_hf_weights, load_hf
+from titan_rl.titan.weights import has_hf_weights, load_checkpoint, load_hf
 from titan_rl.trainers import assembly
 
 if TYPE_CHECKING:
@@ -34,7 +33,8 @@ def load(trainer: Any) -> None:
     config = trainer.config
     path = config.checkpoint.initial_load_path
     if path:
-        _load_checkpoint(trainer.model_parts[0], path)
+        load_checkpoint(trainer.model_parts[0], path)
+        logger.info("Initial weights: %s", path)
     elif has_hf_weights(config.model.hf_assets_path):
         load_hf(trainer.model_parts[0], assembly.state_dict_adapter(trainer), config.model.hf_assets_path)
         logger.info("Initial weights: %s", config.model.hf_assets_path)
@@ -45,22 +45,6 @@ def load(trainer: Any) -> None:
             config.model.hf_assets_path,
             "To start from random weights on purpose, set model.allow_random_init = true.",
         )
-
-
-def _load_checkpoint(policy: nn.Module, path: str) -> None:
-    """Load the model of a TorchTitan checkpoint, of any layout, into the policy."""
-    state = dict(policy.state_dict())
-    try:
-        dcp.load(state, checkpoint_id=path)
-    except Exception as error:  # DCP wraps whatever went wrong in its own and plain exceptions alike
-        raise ConfigError(
-            "checkpoint.initial_load_path",
-            "be a TorchTitan checkpoint of this model",
-            path,
-            f"Loading it failed: {str(error).splitlines()[0]}.",
-        ) from error
-    policy.load_state_dict(state)
-    logger.info("Initial weights: %s", path)
 
 
 @torch.no_grad()
