@@ -2,7 +2,7 @@
 
 MiniMax 2025, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", arXiv 2506.13585,
 eq. 4 and 5: only an upper bound on the weight, the mean over all tokens, no KL. The paper does not state the
-bound; 0.28 is verl's default and means 1.28.
+bound. 0.28, a largest weight of 1.28, is borrowed from DAPO's ``clip_high``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """GSPO: the importance ratio of the whole sequence, clipped as one.
 
 Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv 2507.18071, eq. 5 to 7: a length-normalised
-ratio per sequence, bounds of 3e-4 and 4e-4 (section 5.1), the mean over sequences. No KL.
+ratio per sequence, bounds of 3e-4 and 4e-4 (section 5.1), the mean over sequences. No KL. The gradient is
+that of GSPO-token (eq. 13 and 14), which is the same for one advantage per sample.
 """
 
 from __future__ import annotations

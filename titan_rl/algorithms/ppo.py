@@ -1,10 +1,10 @@
 """PPO with a critic: advantages per token from a learned value, the clipped surrogate, a KL in the reward.
 
 Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv 1707.06347, eq. 7, with generalised
-advantage estimation (Schulman et al. 2015, arXiv 1506.02438, eq. 16), gamma = lambda = 1 and advantages
-whitened over the batch, as RLHF uses it (Ouyang et al. 2022, arXiv 2203.02155, section 3.5). Their KL
-penalty per token in the reward has coefficient 0 here: set ``loss.kl.coefficient``. The critic is
-``[critic]``.
+advantage estimation (Schulman et al. 2015, arXiv 1506.02438, eq. 16). gamma = lambda = 1, verl's and
+slime's defaults, makes the returns Monte-Carlo ones; the paper has 0.99 and 0.95. Advantages are whitened
+over the batch. The KL penalty per token in the reward, as in RLHF (Ouyang et al. 2022, arXiv 2203.02155,
+section 3.5), has coefficient 0 here: set ``loss.kl.coefficient``. The critic is ``[critic]``.
 
 Dual-clip PPO bounds the loss of negative advantages too (Ye et al. 2020, arXiv 1912.09729, eq. 5, c = 3).
 """

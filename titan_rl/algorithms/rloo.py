@@ -1,9 +1,9 @@
 """RLOO: REINFORCE with the mean of the siblings' rewards as baseline.
 
 Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human
-Feedback in LLMs", arXiv 2402.14740, section 3.2, eq. 8. The whole completion is one action there: the loss
-sums its tokens and averages over samples. The paper puts the KL into the reward, which is off here until
-``loss.kl.coefficient`` is set.
+Feedback in LLMs", arXiv 2402.14740, the estimator "REINFORCE Leave-One-Out" there, after Kool et al. 2019.
+The whole completion is one action: the loss sums its tokens and averages over samples. The paper puts the KL
+into the reward, which is off here until ``loss.kl.coefficient`` is set.
 """
 
 from __future__ import annotations

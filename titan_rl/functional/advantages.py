@@ -44,7 +44,8 @@ def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
     ``r_i - sum_{j != i} r_j / (G - 1)``, which is ``G / (G - 1)`` times ``r_i - mean(r)``: the baseline does
     not depend on the rollout itself, so the policy gradient stays unbiased.
 
-    Source: Kool et al. 2019; for language models, Ahmadian et al. 2024 (RLOO, arXiv 2402.14740), section 2.1.
+    Source: Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; for language models,
+    Ahmadian et al. 2024 (RLOO, arXiv 2402.14740).
 
     Args:
         rewards: ``[G]``, floating point, one value per rollout of a group, G >= 2.
@@ -92,7 +93,7 @@ def length_weighted(rewards: torch.Tensor, num_tokens: torch.Tensor) -> torch.Te
 def against_baseline(rewards: torch.Tensor, baseline: float | torch.Tensor) -> torch.Tensor:
     """Reward against that of another rollout of the same prompt, ``r_i - b``.
 
-    Source: Li et al. 2024 (ReMax, arXiv 2310.10505), eq. 5: b is the reward of the greedy completion.
+    Source: Li et al. 2023 (ReMax, arXiv 2310.10505), algorithm 1: b is the reward of the greedy completion.
 
     Args:
         rewards: ``[G]``, floating point, G >= 1.

@@ -61,8 +61,8 @@ def sequence_ratio(
     ``length_normalise``. The gradient of ``s_i`` reaches every trained token of the sample.
 
     Source: Zheng et al. 2025 (GSPO, arXiv 2507.18071), eq. 7; the product is the plain importance weight of a
-    sequence, eq. 3 there without the exponent. verl bounds the logarithm above by 10, TRL and OpenRLHF not at
-    all, we at ±20.
+    sequence, eq. 7 without its exponent. verl bounds the logarithm above by 10, TRL and OpenRLHF not at all,
+    we at ±20.
 
     Args:
         policy_logprobs: ``[B, T]`` natural logarithms, with grad.
@@ -99,7 +99,7 @@ def sequence_token_ratio(
     so that advantages may differ within a sample. With one advantage per sample and a mean over its tokens,
     loss and gradient equal those of :func:`sequence_ratio`.
 
-    Source: Zheng et al. 2025 (GSPO-token, arXiv 2507.18071, section 4.3); the form that verl computes.
+    Source: Zheng et al. 2025 (GSPO-token, arXiv 2507.18071, eq. 14); the form that verl computes.
 
     Args:
         policy_logprobs: ``[B, T]`` natural logarithms, with grad.

@@ -35,7 +35,7 @@ def discounted_returns(
     .. math:: G_t = r_t + \gamma G_{t+1}
 
     over the trained tokens. Source: the return-to-go of Sutton and Barto 2018, eq. 3.9; the advantage of
-    REINFORCE++ before whitening (Hu et al. 2025, arXiv 2501.03262).
+    REINFORCE++ before whitening (Hu et al. 2025, arXiv 2501.03262, eq. 8).
 
     Args:
         rewards: ``[B, T]``, usually 0 but at a sample's last trained token. Not looked at outside
@@ -74,7 +74,7 @@ def gae(
 
     over the trained tokens, with V = A = 0 after a sample's last one.
 
-    Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 11 and 16. The two lambdas are the decoupled GAE of
+    Source: Schulman et al. 2015 (arXiv 1506.02438), eq. 11 and 16. The two lambdas are the decoupled GAE of
     Yuan et al. 2025 (VC-PPO, arXiv 2503.01491); with ``lambda_critic = 1`` the targets are Monte-Carlo
     returns. verl whitens inside its function and OpenRLHF outside; here it is the caller's choice
     (:mod:`titan_rl.functional.whitening`).

@@ -120,8 +120,9 @@ def dual_clipped_surrogate(
 def reinforce_surrogate(policy_logprobs: torch.Tensor, advantages: torch.Tensor) -> TokenLoss:
     """The loss ``-A log p`` of the score-function estimator: no ratio, no bound.
 
-    Source: Williams 1992, "Simple statistical gradient-following algorithms", eq. 4; as a loss on its own,
-    Chu et al. 2025 (GPG, arXiv 2504.02546, eq. 6). Right only for tokens sampled from the policy itself.
+    Source: Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement
+    learning"; as a loss on its own, Chu et al. 2025 (GPG, arXiv 2504.02546). Right only for tokens sampled
+    from the policy itself.
 
     Args:
         policy_logprobs: Any shape, natural logarithms, with grad.
