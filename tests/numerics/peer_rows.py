@@ -79,7 +79,7 @@ VERL = {
                 "whitened gae",
                 "gae",
                 {"gamma": 0.99, "lambda_policy": 0.95},
-                "then whiten, which verl does inside; it leaves its values at masked tokens, which are not compared",
+                "then whiten, which verl does inside; its values at masked tokens are not compared",
             ),
             "grpo": Function("group", "group_normalized", {"normalise_std": True}),
             "grpo_no_std(dr_grpo)": Function("group", "group_normalized", {"normalise_std": False}),

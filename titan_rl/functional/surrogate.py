@@ -3,8 +3,7 @@
 Here are those in which a token depends on itself alone: hard clips, soft gates, weighted log-probabilities.
 Those that look at a whole sample are in ``sample_surrogate``, those bounded by a divergence in
 ``divergence_surrogate``. Every one of them minimises: ``-A`` times something that grows with the policy's
-probability of the token. At ``policy = old`` all of them but the quadratic one have the gradient
-``-A grad log p``.
+probability of the token. At ``policy = old`` all of them have the gradient ``-A grad log p``.
 """
 
 from __future__ import annotations

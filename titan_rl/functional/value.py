@@ -70,10 +70,10 @@ def clipped_value_loss(
         return ValueLoss(0.5 * error, torch.zeros_like(error, dtype=torch.bool))
     if not clip > 0:
         raise ValueError(f"clip must be above 0; got {clip}.")
-    # Where the value is inside the bound both errors are equal and the first carries the gradient.
-    near = old_values + (values.detach() - old_values).clamp(-clip, clip)
-    bounded = (near - returns).square()
-    is_clipped = bounded > error.detach()
+    moved = values.detach() - old_values
+    bounded = (old_values + moved.clamp(-clip, clip) - returns).square()
+    # Inside the bound both errors are equal but for rounding, which must not cost the gradient.
+    is_clipped = (moved.abs() > clip) & (bounded > error.detach())
     return ValueLoss(0.5 * torch.where(is_clipped, bounded, error), is_clipped)
 
 
@@ -130,8 +130,8 @@ def standard_deviation(moments: RunningMoments, *, eps: float = 1e-8) -> torch.T
 def normalised(returns: torch.Tensor, moments: RunningMoments) -> torch.Tensor:
     """``(returns - mean) / std``: what a critic with normalised outputs is trained towards.
 
-    Source: the running statistics of van Hasselt et al. 2016 (arXiv 1602.07714), eq. 1, over all data instead
-    of an exponential window.
+    Source: the normalised targets of van Hasselt et al. 2016 (arXiv 1602.07714), with moments over all data
+    instead of an exponential window.
 
     Args:
         returns: Any shape, in units of reward.
