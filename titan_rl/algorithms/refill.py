@@ -23,5 +23,10 @@ class RefillSection:
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the rewards of a group differ, so that its advantages are not all 0."""
+    """Whether a group teaches: its rewards differ, so that its advantages are not all 0.
+
+    A group whose baseline has no reward teaches nothing either, because it has no advantages.
+    """
+    if group.baseline is not None and group.baseline.reward is None:
+        return False
     return len({rollout.reward.total for rollout in group.rollouts if rollout.reward is not None}) > 1

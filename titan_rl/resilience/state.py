@@ -30,7 +30,8 @@ class RunState:
             of their rewards succeeded.
         mean_mismatch: Mean difference of generator and trainer in the last iteration, nats per token;
             infinite before it is measured. It decides where the next old log-probabilities come from.
-        kl_coefficient: Where the controller of the KL penalty has brought it; NaN before the first iteration.
+        kl_coefficient: Where the controller of the KL penalty has brought it; NaN before it has
+            moved it.
     """
 
     FIELDS = ("iteration", "cursor", "policy_version", "skipped_steps", "dropped_samples", "dropped_groups")

@@ -8,6 +8,7 @@ from titan_rl.algorithms.preset import check_composition, derive_needs
 from titan_rl.algorithms.registries import ADVANTAGES
 from titan_rl.config.choice import Choice, build
 from titan_rl.errors import ConfigError
+from titan_rl.policy.teacher import check_teacher
 from titan_rl.rewards.spec import RewardSpec, check_specs
 
 if TYPE_CHECKING:
@@ -38,6 +39,14 @@ def check_config(config: RLTrainer.Config, *, world_size: int, device_type: str)
     _check_device(config, device_type)
     needs = derive_needs(build(config.advantage), config.loss.build(), steps_per_iteration=1)
     _check_needs(config, needs)
+    _check_refill(config)
+    spec: Any = config.model_spec
+    check_teacher(
+        config.teacher,
+        coefficient=config.loss.distillation.coefficient,
+        model=config.model,
+        vocab_size=spec.model.vocab_size,
+    )
     check_composition(
         needs,
         group_size=config.sampling.group_size,
@@ -215,11 +224,22 @@ def _check_needs(config: RLTrainer.Config, needs: Needs) -> None:
         )
 
 
+def _check_refill(config: RLTrainer.Config) -> None:
+    if config.refill.max_rounds and config.sampling.group_size == 1:
+        raise ConfigError(
+            "refill.max_rounds",
+            "be 0 with sampling.group_size = 1, where the rewards of a group can never differ",
+            config.refill.max_rounds,
+            "Set sampling.group_size = 8, or refill.max_rounds = 0.",
+        )
+
+
 def _check_device(config: RLTrainer.Config, device_type: str) -> None:
     if device_type != "cpu":
         return
     refused = [
         ("reference.offload_to_cpu", config.reference.offload_to_cpu),
+        ("teacher.offload_to_cpu", config.teacher is not None and config.teacher.offload_to_cpu),
         ("training.enable_cpu_offload", config.training.enable_cpu_offload),
         ("training.gc_debug", config.training.gc_debug),
         ("profiler.enable_memory_snapshot", getattr(config.profiler, "enable_memory_snapshot", False)),

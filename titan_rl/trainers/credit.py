@@ -59,13 +59,22 @@ class Credit:
             groups: To be trained on.
             penalties: Subtracted from the rewards first.
         """
+        outcomes = self._outcomes(groups, penalties)
+        return {key: outcomes[key] * weight for key, weight in self._weights(groups).items()}
+
+    def _outcomes(
+        self, groups: Sequence[Group], penalties: Mapping[RolloutKey, float] | None = None
+    ) -> dict[RolloutKey, float]:
         rewards = group_rewards(groups, self._shaping, self._max_tokens, penalties)
-        scored = [(g, r) for g in groups for r in g.rollouts if r.reward is not None]
-        values = self._advantage(rewards)
-        weights = [set_weight(group, self._shaping) for group, _ in scored]
+        return dict(zip(self._weights(groups), self._advantage(rewards), strict=True))
+
+    def _weights(self, groups: Sequence[Group]) -> dict[RolloutKey, float]:
+        """Factor of the advantages of every scored rollout, in their order."""
         return {
-            (group.index, rollout.sample_index): value * weight
-            for (group, rollout), value, weight in zip(scored, values, weights, strict=True)
+            (group.index, rollout.sample_index): set_weight(group, self._shaping)
+            for group in groups
+            for rollout in group.rollouts
+            if rollout.reward is not None
         }
 
     def assign(self, groups: Sequence[Group], batches: Sequence[StepBatch]) -> dict[str, float]:
@@ -81,7 +90,7 @@ class Credit:
         metrics: dict[str, float] = {}
         penalties = self._kl_penalties(batches, metrics)
         if isinstance(self._advantage, TokenAdvantage):
-            self._assign_per_token(self._advantage, self.of_rollouts(groups), batches, penalties)
+            self._assign_per_token(self._advantage, groups, batches, penalties)
         else:
             per_rollout = self.of_rollouts(groups, _sum_by_rollout(batches, penalties))
             for batch in batches:
@@ -110,12 +119,13 @@ class Credit:
     def _assign_per_token(
         self,
         advantage: TokenAdvantage,
-        outcomes: Mapping[RolloutKey, float],
+        groups: Sequence[Group],
         batches: Sequence[StepBatch],
         penalties: list[list[torch.Tensor]] | None,
     ) -> None:
+        outcomes, weights = self._outcomes(groups), self._weights(groups)
         for step, batch in enumerate(batches):
-            values = _per_sample(batch.samples, outcomes)
+            values, factors = _per_sample(batch.samples, outcomes), _per_sample(batch.samples, weights)
             advantages: list[torch.Tensor] = []
             for i, micro_batch in enumerate(batch.micro_batches):
                 at_end = last_loss_token(micro_batch, len(batch.samples))
@@ -128,7 +138,8 @@ class Credit:
                         values=batch.values[i] if batch.values else None,
                     )
                 )
-                advantages.append(credit.advantages)
+                # The returns stay as they are: a critic that predicts rewards learns nothing of weights.
+                advantages.append(credit.advantages * spread(factors, micro_batch))
                 if credit.returns is not None:
                     batch.returns.append(credit.returns)
             self._replace(batch, advantages)

@@ -145,6 +145,7 @@ class Reporter:
         seconds = trainer.timer.take()
         metrics = self._rollout_metrics(taken)
         metrics |= self._measured
+        self._measured = {}  # what the next iteration does not measure is not reported again
         metrics |= self._step_metrics(results)
         metrics |= {f"time/{stage}": seconds.get(stage, 0.0) for stage in _STAGES}
         tokens = metrics.pop("tokens")

@@ -20,6 +20,7 @@ from titan_rl.config.choice import build
 from titan_rl.errors import ConfigError, NonFiniteError, TitanRLError
 from titan_rl.observability.stages import StageTimer
 from titan_rl.policy.critic import Critic, build_critic
+from titan_rl.policy.teacher import Teacher, build_teacher
 from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.resilience.state import RunState, seed_process
 from titan_rl.rollout.permutation import permute_rewards
@@ -87,6 +88,7 @@ class RLTrainer(Trainer):
             self.checkpointer.states["rl_state"] = self.state
         initial_weights.load(self)
         self.critic = self._build_critic()
+        self.teacher = self._build_teacher()
         self.data = data
         self.generator = assembly.build_generator(self, data)
         self.rewards = assembly.build_rewards(config)
@@ -210,6 +212,7 @@ class RLTrainer(Trainer):
                 max_tokens=self.config.sampling.max_tokens,
                 prepare=self.prepare_inputs,
                 context=self.train_context,
+                teacher=self.teacher,
             )
             norm = clip_grad_norm_(self.policy.parameters(), self.config.training.max_norm, foreach=True)
             grad_norm = float(norm)
@@ -299,10 +302,11 @@ class RLTrainer(Trainer):
     def _adapt_kl_coefficient(self, results: Sequence[StepResult], batches: Sequence[StepBatch]) -> None:
         """Let the controller of the KL penalty see what was measured."""
         measured = self.report.mean_kl(results)
-        if measured is not None:
-            num_samples = sum(batch.num_samples for batch in batches)
-            self.loss_fn.kl.coefficient = self.loss_fn.kl.adapted(measured, num_samples)
-            self.state.kl_coefficient = self.loss_fn.kl.coefficient
+        if measured is None:
+            return
+        adapted = self.loss_fn.kl.adapted(measured, sum(batch.num_samples for batch in batches))
+        if adapted != self.loss_fn.kl.coefficient:  # a fixed one stays the configuration's, also on resume
+            self.loss_fn.kl.coefficient = self.state.kl_coefficient = adapted
 
     def _evaluation_is_due(self) -> bool:
         interval = self.config.evaluation.interval_steps
@@ -331,6 +335,10 @@ class RLTrainer(Trainer):
         if self.config.checkpoint.enable:
             self.checkpointer.states["critic"] = critic
         return critic
+
+    def _build_teacher(self) -> Teacher | None:
+        section = self.config.teacher
+        return None if section is None else build_teacher(section, self, prepare=self.prepare_inputs)
 
     def _probe_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities of tokens 1 to N - 1 at temperature 1, under the policy as it is now."""
