@@ -13,13 +13,20 @@ from titan_rl.trainers.configuration import RULES, TRAINER_CONFIGS, default_conf
 ROOT = Path(__file__).resolve().parent.parent
 
 
+_WHICH = {
+    "rl": "Reinforcement learning, the default.",
+    "supervised": "Pretraining and SFT.",
+    "preference": "DPO and its variants, on pairs or labelled completions.",
+    "reward_model": "A reward model, on pairs.",
+}
+
+
 def render() -> dict[Path, str]:
     """Contents of every generated file, by path."""
     files = {}
     for trainer in TRAINER_CONFIGS:
         schema = make_schema(default_config(trainer), RULES)
-        which = "Reinforcement learning, the default." if trainer == "rl" else "Pretraining and SFT."
-        schema["properties"]["trainer"] = {"description": which, "enum": [trainer]}
+        schema["properties"]["trainer"] = {"description": _WHICH[trainer], "enum": [trainer]}
         files[ROOT / "titan_rl" / "schemas" / f"{trainer}.json"] = json.dumps(schema, indent=1) + "\n"
         files[ROOT / "docs" / f"configuration_{trainer}.md"] = make_reference(schema)
     return files

@@ -12,7 +12,7 @@ from titan_rl.config.schema import check
 from titan_rl.config.toml import Document, load_document
 from titan_rl.errors import ConfigError
 
-TRAINERS = ("rl", "supervised")
+TRAINERS = ("rl", "supervised", "preference", "reward_model")
 """Values of the root key ``trainer``; ``rl`` when it is absent."""
 
 

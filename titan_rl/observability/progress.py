@@ -30,6 +30,10 @@ def progress_line(
 
 
 _SHOWN = (
+    ("preference/loss", "loss", ".4f", ""),
+    ("preference/accuracy", "accuracy", ".3f", ""),
+    ("preference/margin", "margin", ".3f", ""),
+    ("evaluation/accuracy", "held-out", ".3f", ""),
     ("reward/mean", "reward", ".3f", ""),
     ("evaluation/score", "held-out", ".3f", ""),
     ("loss/reference_kl", "kl", ".4f", ""),

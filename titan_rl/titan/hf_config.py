@@ -7,6 +7,7 @@ differently (biases, sliding windows, other RoPE scalings) is refused by name.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from torchtitan.protocols.model_spec import ModelSpec
 from titan_rl.errors import ConfigError
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama3", "Qwen3ForCausalLM": "qwen3"}
+REWARD_ARCHITECTURES = {"LlamaForSequenceClassification": "llama3", "Qwen3ForSequenceClassification": "qwen3"}
+"""The same with one label: a scalar head, ``score``, in place of the projection to the vocabulary."""
 _DEFAULTS: dict[str, dict[str, Any]] = {"llama3": {}, "qwen3": {"num_key_value_heads": 32, "head_dim": 128}}
 """What transformers takes where ``config.json`` is silent, if it is not derived from other keys."""
 
@@ -56,12 +59,15 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
     return content
 
 
-def spec_from_hf(directory: Path, *, attn_backend: str = "flex") -> ModelSpec:
+def spec_from_hf(
+    directory: Path, *, attn_backend: str = "flex", architectures: Mapping[str, str] = ARCHITECTURES
+) -> ModelSpec:
     """Build a TorchTitan model spec from a model directory's ``config.json``.
 
     Args:
         directory: Model directory in Hugging Face layout.
         attn_backend: TorchTitan's name of the attention implementation.
+        architectures: The names that are accepted in the file, and what they stand for.
 
     Raises:
         ConfigError: the architecture is neither Llama nor dense Qwen3, or a feature is not supported.
@@ -69,11 +75,11 @@ def spec_from_hf(directory: Path, *, attn_backend: str = "flex") -> ModelSpec:
     hf = read_hf_config(directory)
     where = str(directory / "config.json")
     names = hf.get("architectures") or []
-    kind = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
+    kind = next((architectures[name] for name in names if name in architectures), None)
     if kind is None:
         raise ConfigError(
             f"{where}: architectures",
-            f"name one of {', '.join(ARCHITECTURES)}",
+            f"name one of {', '.join(architectures)}",
             names,
             "Use model.name and model.flavor for TorchTitan's other models.",
         )

@@ -24,7 +24,7 @@ def start(arguments: list[str] | None, *, module: str, evaluate_only: bool = Fal
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"usage: torchrun [...] -m {module} CONFIG.toml [--section.key value ...]")
-        print("All keys: docs/configuration_rl.md and docs/configuration_supervised.md.")
+        print("All keys: docs/configuration_rl.md, and configuration_*.md beside it for the other trainers.")
         return 0 if arguments else 2
     document = None
     try:

@@ -23,10 +23,17 @@ from titan_rl.titan.sections import (
     optimizer_from_section,
     section_from_optimizer,
 )
+from titan_rl.trainers.preference import PreferenceTrainer
+from titan_rl.trainers.reward_model import RewardModelTrainer
 from titan_rl.trainers.rl import RLTrainer
 from titan_rl.trainers.supervised import SupervisedTrainer
 
-TRAINER_CONFIGS = {"rl": RLTrainer.Config, "supervised": SupervisedTrainer.Config}
+TRAINER_CONFIGS = {
+    "rl": RLTrainer.Config,
+    "supervised": SupervisedTrainer.Config,
+    "preference": PreferenceTrainer.Config,
+    "reward_model": RewardModelTrainer.Config,
+}
 
 _ACTIVATION_CHECKPOINTING = Choice({"none": None, **ACTIVATION_CHECKPOINTING})
 RULES: Rules = {
@@ -50,7 +57,7 @@ def default_config(trainer: str) -> Any:
     """The configuration that a TOML file overlays: TorchTitan's defaults, with ours where RL needs others.
 
     Args:
-        trainer: ``rl`` or ``supervised``.
+        trainer: A key of ``TRAINER_CONFIGS``.
     """
     config = TRAINER_CONFIGS[trainer]()
     config.optimizer = optimizer_from_section(OptimizerSection())
@@ -75,7 +82,7 @@ def configure(document: Document, trainer: str) -> Any:
 
     Args:
         document: Checked, without its root key ``trainer``.
-        trainer: ``rl`` or ``supervised``.
+        trainer: A key of ``TRAINER_CONFIGS``.
 
     Raises:
         ConfigError: values, model or directory do not fit.
@@ -96,7 +103,12 @@ def configure(document: Document, trainer: str) -> Any:
 
 
 _PACKAGES = Path(__file__).parents[2]  # of an installed package or a checkout: assets lie below it
-_PATHS = (("model", "hf_assets_path"), ("checkpoint", "initial_load_path"))
+_PATHS = (
+    ("model", "hf_assets_path"),
+    ("checkpoint", "initial_load_path"),
+    ("teacher", "hf_assets_path"),
+    ("teacher", "initial_load_path"),
+)
 
 
 def _with_found_paths(table: dict[str, Any], directory: Path) -> dict[str, Any]:

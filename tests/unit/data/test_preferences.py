@@ -230,7 +230,7 @@ def test_single_completions_are_refused_where_pairs_are_compared(tmp_path):
         label_column="label",
     )
     assert check(data)[1].num_pairs == 0
-    with pytest.raises(ConfigError, match=r"hold pairs, which loss.type = 'x' compares; got .* without a rej"):
+    with pytest.raises(ConfigError, match=r"hold pairs, which loss.type = 'x' compares; got .* without a"):
         check(data, pairs_for="loss.type = 'x'")
 
 

@@ -1,0 +1,63 @@
+"""Contradictions in the configuration of a preference or reward-model run, found before any process group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from titan_rl.errors import ConfigError
+from titan_rl.trainers.checks import check_ranks
+
+if TYPE_CHECKING:
+    from titan_rl.trainers.pair_trainer import PairTrainer
+
+
+def check_pair_config(config: PairTrainer.Config, *, world_size: int, device_type: str) -> None:
+    """Refuse a configuration that cannot do what it says.
+
+    Args:
+        config: The whole configuration.
+        world_size: Number of ranks of the run.
+        device_type: ``cpu`` or ``cuda``.
+
+    Raises:
+        ConfigError: the first contradiction found.
+    """
+    for axis in ("tensor", "pipeline", "context", "expert"):
+        degree = getattr(config.parallelism, f"{axis}_parallel_degree")
+        if degree != 1:
+            raise ConfigError(
+                f"parallelism.{axis}_parallel_degree",
+                "be 1 here: this release shards the model over data-parallel ranks (FSDP, HSDP) only",
+                degree,
+                "Remove it.",
+            )
+    check_ranks(config.parallelism, world_size)
+    if config.training.global_batch_size != -1:
+        raise ConfigError(
+            "training.global_batch_size",
+            "not be set here, where a step is a number of preferences",
+            config.training.global_batch_size,
+            "Set data.preferences_per_step.",
+        )
+    if config.validator.enable:
+        raise ConfigError("validator.enable", "be false here", True, "Set [evaluation] instead.")
+    if device_type == "cpu":
+        _check_cpu(config)
+
+
+def _check_cpu(config: PairTrainer.Config) -> None:
+    refused = [
+        ("training.enable_cpu_offload", config.training.enable_cpu_offload),
+        ("training.gc_debug", config.training.gc_debug),
+        ("profiler.enable_memory_snapshot", getattr(config.profiler, "enable_memory_snapshot", False)),
+    ]
+    for key, value in refused:
+        if value:
+            raise ConfigError(key, "be false on a CPU, where it needs an accelerator", value, "Remove it.")
+    if getattr(config.checkpoint, "async_mode", "disabled") == "async_with_pinned_mem":
+        raise ConfigError(
+            "checkpoint.async_mode",
+            'be "disabled" or "async" on a CPU, which has no pinned memory',
+            "async_with_pinned_mem",
+            'Set checkpoint.async_mode = "async".',
+        )

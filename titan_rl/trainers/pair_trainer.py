@@ -1,0 +1,414 @@
+"""What preference and reward-model training share: one loop over preferences, as a TorchTitan trainer.
+
+What a completion's value is, a log-probability or a reward, is decided by the subclasses in
+:mod:`titan_rl.trainers.preference` and :mod:`titan_rl.trainers.reward_model`; what is done with the values is
+the loss's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from titan_rl.algorithms.preference_interfaces import CompletionScores, PreferenceInputs, PreferenceLoss
+from titan_rl.batching.micro_batch import MicroBatch
+from titan_rl.config.choice import build
+from titan_rl.data.preferences import Preference
+from titan_rl.errors import ConfigError, NonFiniteError
+from titan_rl.observability.stages import StageTimer
+from titan_rl.policy.reference_cache import ReferenceCache
+from titan_rl.policy.token_scores import fsdp_modules
+from titan_rl.resilience.state import RunState, seed_process
+from titan_rl.titan.api import CheckpointManager, Profiler, Trainer, clip_grad_norm_, logger, set_pg_timeouts
+from titan_rl.titan.collectives import Collectives
+from titan_rl.titan.models import ModelSection
+from titan_rl.trainers import assembly, exporting, initial_weights, pair_checks
+from titan_rl.trainers.data_loaders import NoDataLoader
+from titan_rl.trainers.pair_batches import PairBatch, align_ranks, make_batches
+from titan_rl.trainers.pair_data import PairData, PairSplit, num_sides, open_pair_data, share
+from titan_rl.trainers.pair_reporting import PairReporter
+from titan_rl.trainers.pair_sections import (
+    PairBatchingSection,
+    PairDataSection,
+    PairEvaluationSection,
+    PairResilienceSection,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What one optimiser step did.
+
+    Attributes:
+        grad_norm: Global gradient norm before clipping; not finite when the step was skipped.
+        metrics: The loss's, over all ranks, by name.
+        num_tokens: This rank's tokens without padding.
+        num_computed_tokens: This rank's tokens with padding.
+        num_micro_batches: Of every rank.
+    """
+
+    grad_norm: float
+    metrics: dict[str, float]
+    num_tokens: int
+    num_computed_tokens: int
+    num_micro_batches: int
+
+
+class _Built:
+    """Stands for a loss configuration while TorchTitan's trainer builds, which asks it for ``build``."""
+
+    def __init__(self, loss: Any) -> None:
+        self._loss = loss
+
+    def build(self, **kwargs: Any) -> Any:
+        return self._loss
+
+
+class PairTrainer(Trainer):
+    """Training on preferences. TorchTitan builds model, optimiser, schedule, checkpointer and metrics."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """TorchTitan's sections, and those that preference and reward-model runs share."""
+
+        # Suppressed: it follows [model], which is settled before tyro reads TorchTitan's command line.
+        hf_assets_path: Annotated[str, tyro.conf.Suppress] = ""
+        model: ModelSection = field(default_factory=ModelSection)
+        """Which model."""
+        data: PairDataSection = field(default_factory=PairDataSection)
+        """Preferences."""
+        batching: PairBatchingSection = field(default_factory=PairBatchingSection)
+        """How completions become rows."""
+        evaluation: PairEvaluationSection = field(default_factory=PairEvaluationSection)
+        """Held-out preferences."""
+        resilience: PairResilienceSection = field(default_factory=PairResilienceSection)
+        """When to give up."""
+        # TorchTitan types these fields by their base classes; each is built by its own class alone.
+        dataloader: NoDataLoader.Config = field(  # pyrefly: ignore[bad-override-mutable-attribute]
+            default_factory=NoDataLoader.Config
+        )
+        checkpoint: CheckpointManager.Config = field(  # pyrefly: ignore[bad-override-mutable-attribute]
+            default_factory=lambda: CheckpointManager.Config(last_save_model_only=False)
+        )
+
+        def __post_init__(self) -> None:
+            Trainer.Config.__post_init__(self)
+
+    # Narrower than TorchTitan declares them, because the configuration above is.
+    config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
+    loss_fn: PreferenceLoss  # pyrefly: ignore[bad-override]
+    checkpointer: CheckpointManager  # pyrefly: ignore[bad-override-mutable-attribute]
+    reference: ReferenceCache | None = None
+
+    def __init__(self, config: Config) -> None:
+        """Build the model with TorchTitan, then everything around it.
+
+        Args:
+            config: The whole configuration; ``model_spec`` set.
+
+        Raises:
+            ConfigError: the configuration contradicts itself or the files it names.
+        """
+        pair_checks.check_pair_config(
+            config, world_size=assembly.world_size_from_env(), device_type=assembly.device_type()
+        )
+        self.run_seed = config.debug.seed if config.debug.seed is not None else 0
+        # Before TorchTitan's trainer, which writes its own sequence length into the model's configuration.
+        self.hf_config = assembly.hf_config(config) if config.model.export else None
+        loss_config: Any = config.loss
+        loss: PreferenceLoss = build(loss_config)
+        self.data = self.open_data(config, loss, seed=self.run_seed)
+        config.loss = _Built(loss)  # pyrefly: ignore[bad-assignment]
+        try:
+            super().__init__(config)
+        finally:
+            config.loss = loss_config
+        self.policy = self.model_parts[0]
+        self.collectives = Collectives(self.parallel_dims, self.device)
+        self.state = RunState(seed=self.run_seed, data_fingerprint=self.data.fingerprint)
+        if self.config.checkpoint.enable:  # otherwise TorchTitan's checkpointer has no states
+            self.checkpointer.states["pair_state"] = self.state
+        self.timer, self._skipped_in_a_row = StageTimer(), 0
+        self.load_initial_weights()
+        self.report = PairReporter(self)
+
+    # ------------------------------------------------------------------------- what subclasses decide
+
+    @classmethod
+    def open_data(cls, config: Any, loss: PreferenceLoss, *, seed: int) -> PairData:
+        """Open and check the preferences of a run.
+
+        Args:
+            config: The whole configuration.
+            loss: Says what it needs of them.
+            seed: The run seed.
+
+        Raises:
+            ConfigError: they do not serve this run.
+        """
+        spec: Any = config.model_spec
+        return open_pair_data(
+            config.data,
+            assets=config.hf_assets_path,
+            vocab_size=spec.model.vocab_size,
+            row_tokens=config.training.seq_len,
+            rows=config.training.local_batch_size,
+            seed=seed,
+            pairs_for=cls.pairs_for(config) if loss.needs.pairs else None,
+            with_mismatched=loss.needs.kl_baseline,
+        )
+
+    @classmethod
+    def pairs_for(cls, config: Any) -> str:
+        """What compares pairs, for errors."""
+        raise NotImplementedError
+
+    def load_initial_weights(self) -> None:
+        """Load the weights that the run starts from."""
+        initial_weights.load(self)
+
+    def prepare(self) -> None:
+        """What needs the initial weights, before a checkpoint of the run takes their place. Collective."""
+
+    def values(self, batch: PairBatch) -> torch.Tensor:
+        """The value of each document ``[N]`` fp32, with grad where the model trains. Collective."""
+        raise NotImplementedError
+
+    def export(self) -> Path:
+        """Write the model in Hugging Face layout. Collective."""
+        return exporting.export(self)
+
+    # ----------------------------------------------------------------------------------------- the loop
+
+    def train(self) -> None:
+        """Train until ``training.steps`` optimiser steps are done."""
+        with self.timer.stage("reference"):
+            self.prepare()
+        self._resume()
+        self.report.start()
+        if self.state.iteration == 0:
+            self.evaluate()
+        with self.config.profiler.build(
+            global_step=self.step, base_folder=self.config.dump_folder
+        ) as profiler:
+            self._iterate(profiler)
+        self.report.finish()
+
+    def _iterate(self, profiler: Profiler) -> None:
+        """One optimiser step from top to bottom."""
+        count = self.config.data.preferences_per_step
+        while self.should_continue_training():
+            self.gc_handler.run(self.step + 1)
+            seed_process(self.run_seed, self.state.iteration, self.collectives.rank)
+            outcome = self.optimizer_step(self.data.draw(self.state.cursor, count))
+            self.state.cursor += count
+            self.state.iteration += 1
+            if self._evaluation_is_due():
+                self.evaluate()
+            self.report.step(outcome)
+            with self.timer.stage("checkpoint"):
+                is_last = self.step >= self.config.training.steps
+                self.checkpointer.save(self.step, last_step=is_last)
+            profiler.step()
+
+    def optimizer_step(self, drawn: Sequence[Preference]) -> StepOutcome:
+        """Train on the preferences of one step: forward-backward over micro-batches, clip, step.
+
+        Args:
+            drawn: Of all ranks.
+
+        Raises:
+            NonFiniteError: more steps in a row were skipped than ``resilience.max_skipped_steps``.
+        """
+        self.step += 1
+        with self.timer.stage("train"):
+            batches = self.make_batches(drawn)
+            baseline = self.kl_baseline(self.data.train, drawn)
+            self.optimizers.zero_grad(set_to_none=True)
+            parts = self.forward_backward(batches, counts=num_sides(drawn), baseline=baseline)
+            norm = clip_grad_norm_(self.policy.parameters(), self.config.training.max_norm, foreach=True)
+            grad_norm = float(norm)
+            metrics = self.reduce(parts)
+            if math.isfinite(grad_norm):
+                self.checkpointer.maybe_wait_for_staging()
+                self.optimizers.step()
+                self.lr_schedulers.step()
+                self.state.policy_version += 1
+                self._skipped_in_a_row = 0
+            else:
+                self._skip(grad_norm)
+        tokens = sum(batch.micro_batch.num_tokens for batch in batches)
+        self.ntokens_seen += tokens
+        return StepOutcome(
+            grad_norm=grad_norm,
+            metrics=metrics,
+            num_tokens=tokens,
+            num_computed_tokens=sum(batch.micro_batch.input_ids.numel() for batch in batches),
+            num_micro_batches=len(batches),
+        )
+
+    def forward_backward(
+        self, batches: Sequence[PairBatch], *, counts: tuple[int, int], baseline: torch.Tensor | None
+    ) -> list[dict[str, torch.Tensor]]:
+        """Accumulate the gradient of the step's loss over this rank's micro-batches. Collective.
+
+        FSDP sums gradients over ranks and autograd over micro-batches; each micro-batch's loss is divided by
+        the global count, so the sum is the global mean.
+
+        Args:
+            batches: This rank's, as many as every other rank has.
+            counts: Chosen and rejected completions of the step, over all ranks.
+            baseline: The KL baseline, if the loss has one.
+
+        Returns:
+            The loss's metrics of each micro-batch.
+        """
+        parts = []
+        for batch in batches:
+            with self.train_context():
+                output = self.loss_fn(self._inputs(batch, self.values(batch), counts, baseline))
+                output.loss.backward()
+            parts.append(output.metrics)
+        return parts
+
+    def evaluate(self) -> dict[str, float]:
+        """Score held-out preferences and report the result; empty when nothing is held out. Collective."""
+        drawn = self.data.held_out_preferences(self.config.evaluation.num_preferences)
+        if not drawn or self.data.held_out is None:
+            return {}
+        with self.timer.stage("evaluate"):
+            batches = self.make_batches(drawn)
+            baseline = self.kl_baseline(self.data.held_out, drawn)
+            parts = []
+            for batch in batches:
+                with torch.no_grad():
+                    inputs = self._inputs(batch, self.frozen_values(batch), num_sides(drawn), baseline)
+                    parts.append(self.loss_fn(inputs).metrics)
+            metrics = self.reduce(parts)
+        self.report.evaluation(metrics, len(drawn))
+        return metrics
+
+    # ------------------------------------------------------------------------------------------ details
+
+    def make_batches(self, drawn: Sequence[Preference]) -> list[PairBatch]:
+        """Pack this rank's share of some preferences, aligned over ranks. Collective."""
+        collectives, training = self.collectives, self.config.training
+        mine = share(drawn, rank=collectives.data_rank, size=collectives.data_size)
+        batches = make_batches(
+            self.data.encode(mine),
+            row_tokens=training.seq_len,
+            rows=training.local_batch_size,
+            pad_to=self.config.batching.pad_to,
+        )
+        return align_ranks(batches, collectives=collectives, device=self.device)
+
+    @torch.no_grad()
+    def frozen_values(self, batch: PairBatch) -> torch.Tensor:
+        """:meth:`values` without grad, and the model resharded afterwards. Collective."""
+        with self.train_context():
+            values = self.values(batch)
+        for module in fsdp_modules(self.policy):
+            # Without a backward pass FSDP keeps the last gathered weights, which the next step makes stale.
+            module.reshard()
+        return values
+
+    def kl_baseline(self, split: PairSplit, drawn: Sequence[Preference]) -> torch.Tensor | None:
+        """Mean log-ratio of policy and reference on completions of other prompts, at least 0. Collective.
+
+        One number for the whole step, so that it depends on neither micro-batches nor ranks.
+
+        Args:
+            split: Where the preferences are from.
+            drawn: Of all ranks.
+        """
+        if not self.loss_fn.needs.kl_baseline:
+            return None
+        total, count = 0.0, 0
+        for batch in self.make_batches([split.mismatched(preference) for preference in drawn]):
+            total += float((self.frozen_values(batch) - self._ref_logprobs(batch)).sum())
+            count += len(batch.keys)
+        sums = self.collectives.reduce({"total": total, "count": count}, "sum")
+        mean = max(sums["total"] / max(sums["count"], 1), 0.0)
+        return torch.tensor(mean, dtype=torch.float32, device=self.device)
+
+    def reduce(self, parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
+        """Add up means and take maxima over micro-batches and ranks. Collective."""
+        columns: dict[str, list[float]] = {}
+        for part in parts:
+            for name, value in part.items():
+                columns.setdefault(name, []).append(float(value))
+        sums = {n.removesuffix("/mean"): math.fsum(v) for n, v in columns.items() if n.endswith("/mean")}
+        maxima = {n.removesuffix("/max"): max(v) for n, v in columns.items() if n.endswith("/max")}
+        return self.collectives.reduce(sums, "sum") | self.collectives.reduce(maxima, "max")
+
+    def _inputs(
+        self,
+        batch: PairBatch,
+        values: torch.Tensor,
+        counts: tuple[int, int],
+        baseline: torch.Tensor | None,
+    ) -> PreferenceInputs:
+        reference = self._ref_logprobs(batch) if self.loss_fn.needs.reference else None
+
+        def of(side: torch.Tensor) -> CompletionScores:
+            return CompletionScores(
+                values=values[side],
+                lengths=batch.lengths[side],
+                ref_logprobs=None if reference is None else reference[side],
+            )
+
+        return PreferenceInputs(
+            chosen=of(batch.chosen),
+            rejected=of(batch.rejected),
+            margins=batch.margins,
+            num_chosen=counts[0],
+            num_rejected=counts[1],
+            kl_baseline=baseline,
+        )
+
+    def _ref_logprobs(self, batch: PairBatch) -> torch.Tensor:
+        if self.reference is None:
+            raise ValueError("A loss that needs a reference needs a trainer that has one.")
+        return torch.tensor(self.reference.lookup(batch.keys), dtype=torch.float32, device=self.device)
+
+    def prepare_inputs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The model's arguments for a micro-batch."""
+        seen = self.ntokens_seen
+        inputs, _, kwargs = self.post_dataloading_process(
+            {"input": micro_batch.input_ids, "positions": micro_batch.positions}, micro_batch.targets
+        )
+        self.ntokens_seen = seen  # TorchTitan's hook counts every call; only trained batches should count
+        return inputs, kwargs
+
+    def _resume(self) -> None:
+        """Restore the newest checkpoint of this run, if there is one."""
+        step = self.config.checkpoint.load_step
+        try:
+            self.checkpointer.load(step=step)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                "checkpoint.load_step", "name a checkpoint of this run", step, f"{error}."
+            ) from error
+        set_pg_timeouts(timedelta(seconds=self.config.comm.train_timeout_seconds), self.parallel_dims)
+
+    def _skip(self, grad_norm: float) -> None:
+        self.state.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        logger.warning("Step %d is skipped: the gradient norm is %s.", self.step, grad_norm)
+        if self._skipped_in_a_row > self.config.resilience.max_skipped_steps:
+            raise NonFiniteError(
+                f"{self._skipped_in_a_row} steps in a row were skipped, more than "
+                f"resilience.max_skipped_steps; the last because the gradient norm is {grad_norm}. "
+                "Look at the data and at optimizer.lr."
+            )
+
+    def _evaluation_is_due(self) -> bool:
+        interval = self.config.evaluation.interval_steps
+        return self.step >= self.config.training.steps or bool(interval and self.step % interval == 0)
