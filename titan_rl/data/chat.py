@@ -257,6 +257,15 @@ def check_prompts(
     return FilteredDataset(dataset, kept), report
 
 
+def read_vocabulary(tokenizer_dir: str | Path) -> dict[str, int]:
+    """Every token of a tokenizer with its number.
+
+    Raises:
+        ConfigError: The directory holds no tokenizer that can be loaded.
+    """
+    return _load(Path(tokenizer_dir)).get_vocab()
+
+
 def _load(directory: Path) -> Any:
     if not directory.is_dir():
         raise ConfigError(

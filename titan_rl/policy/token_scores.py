@@ -23,10 +23,12 @@ class TokenScores:
         logprobs: ``[B, T]`` fp32, natural log-probability of ``targets`` at the sampling temperature; 0 where
             not trained. With grad when the model trains.
         entropy: ``[B, T]`` fp32 entropy of the distribution in nats, or None.
+        teacher_kl: ``[B, T]`` fp32 divergence from the teacher in nats, 0 where not trained, or None.
     """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None
+    teacher_kl: torch.Tensor | None = None
 
 
 class PrepareInputs(Protocol):
@@ -44,6 +46,7 @@ def token_scores(
     temperature: float,
     prepare: PrepareInputs,
     with_entropy: bool = False,
+    divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> TokenScores:
     """Run a model that returns hidden states and score the trained tokens.
 
@@ -57,6 +60,8 @@ def token_scores(
         temperature: Logits are divided by it.
         prepare: Builds the model's arguments.
         with_entropy: Also return the entropy.
+        divergence: From hidden states ``[N, D]`` and output projection ``[V, D]`` to the divergence ``[N]``
+            from a teacher (:meth:`titan_rl.policy.teacher.Teacher.compare`), or None without one.
     """
     inputs, kwargs = prepare(micro_batch)
     hidden = model(inputs, **kwargs)
@@ -65,15 +70,18 @@ def token_scores(
     if isinstance(head, FSDPModule):
         # With fsdp_reshard_after_forward = "always" it is sharded again by now; otherwise nothing happens.
         head.unshard()
+    trained = hidden[mask]
     logprobs, entropy = chunked_logprobs(
-        hidden[mask],
+        trained,
         head.weight,
         micro_batch.targets[mask],
         temperature=temperature,
         with_entropy=with_entropy,
     )
     return TokenScores(
-        logprobs=_scatter(logprobs, mask), entropy=_scatter(entropy, mask) if entropy is not None else None
+        logprobs=_scatter(logprobs, mask),
+        entropy=None if entropy is None else _scatter(entropy, mask),
+        teacher_kl=None if divergence is None else _scatter(divergence(trained, head.weight), mask),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from titan_rl.algorithms.interfaces import LossInputs
 from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.batching.micro_batch import MicroBatch
+from titan_rl.policy.teacher import Teacher
 from titan_rl.policy.token_scores import LogprobScorer, PrepareInputs, token_scores
 from titan_rl.titan.collectives import Collectives
 from titan_rl.types import Sample
@@ -125,6 +126,7 @@ def forward_backward(
     max_tokens: int,
     prepare: PrepareInputs,
     context: Callable[[], AbstractContextManager[None]],
+    teacher: Teacher | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """Accumulate the gradient of the step's loss over this rank's micro-batches.
 
@@ -139,15 +141,21 @@ def forward_backward(
         max_tokens: Longest completion that can be sampled.
         prepare: Builds the model's arguments.
         context: TorchTitan's context for forward and backward.
+        teacher: What the loss distils from, or None.
 
     Returns:
         The loss's metrics of each micro-batch: this rank's parts of sums, or maxima.
     """
     metrics = []
     for index, micro_batch in enumerate(batch.micro_batches):
-        with context():
+        with context(), nullcontext() if teacher is None else teacher.compare(micro_batch) as divergence:
             scores = token_scores(
-                model, micro_batch, temperature=temperature, prepare=prepare, with_entropy=True
+                model,
+                micro_batch,
+                temperature=temperature,
+                prepare=prepare,
+                with_entropy=True,
+                divergence=divergence,
             )
             output = loss_fn(
                 LossInputs(
@@ -162,6 +170,7 @@ def forward_backward(
                     old_logprobs=batch.old_logprobs[index] if batch.old_logprobs else None,
                     ref_logprobs=batch.ref_logprobs[index] if batch.ref_logprobs else None,
                     entropy=_entropy(scores.entropy, with_grad=loss_fn.entropy.coefficient > 0),
+                    teacher_kl=scores.teacher_kl,
                 )
             )
             output.loss.backward()

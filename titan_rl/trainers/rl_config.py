@@ -17,6 +17,7 @@ from titan_rl.config.registry import resolve
 from titan_rl.generation.registry import GENERATORS
 from titan_rl.generation.vllm import VllmGenerator
 from titan_rl.policy.critic import Critic
+from titan_rl.policy.teacher import Teacher
 from titan_rl.rewards.pool import RewardPool
 from titan_rl.rollout.evaluation import EvaluationSection
 from titan_rl.titan.api import CheckpointManager, Trainer
@@ -79,6 +80,8 @@ class RLConfig(Trainer.Config):
     """The frozen model of the KL term."""
     critic: Critic.Config | None = None
     """The value model of an advantage that needs one; its defaults count without the table."""
+    teacher: Teacher.Config | None = None
+    """The model that a loss with ``distillation`` draws the policy to."""
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     """Scores on held-out prompts."""
     resilience: ResilienceSection = field(default_factory=ResilienceSection)

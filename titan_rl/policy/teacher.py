@@ -1,0 +1,257 @@
+"""The teacher of distillation: a frozen model of its own architecture under the policy's parallelism.
+
+It runs on the micro-batches that the policy trains on and hands out its hidden states; the divergence is in
+:mod:`titan_rl.functional.distillation`, its place in the loss in :mod:`titan_rl.algorithms.penalties`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from titan_rl.batching.micro_batch import MicroBatch
+from titan_rl.data.chat import read_vocabulary
+from titan_rl.errors import ConfigError
+from titan_rl.functional.distillation import chunked_divergence
+from titan_rl.policy.token_scores import PrepareInputs, fsdp_modules
+from titan_rl.titan.api import ModelSpec, logger
+from titan_rl.titan.models import ModelSection, build_frozen, build_spec
+from titan_rl.titan.weights import has_hf_weights, load_checkpoint, load_hf
+
+TokenDivergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From the policy's hidden states ``[N, D]`` at trained tokens and its output projection ``[V, D]`` to the
+divergence ``[N]`` from the teacher there, in nats, with grad."""
+
+
+class Teacher:
+    """A frozen model whose next-token distributions a policy is drawn to."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Table ``[teacher]``. Without ``name`` and ``hf_assets_path`` the architecture is the policy's."""
+
+        name: str = ""
+        """A TorchTitan model or an importable module, as ``model.name``."""
+
+        flavor: str = ""
+        """Flavor of ``name``."""
+
+        hf_assets_path: str = ""
+        """Directory in Hugging Face layout: ``config.json``, from which the teacher is built unless ``name``
+        is set, weights, and the tokenizer, which must be the policy's."""
+
+        initial_load_path: str = ""
+        """TorchTitan checkpoint (a ``step-N`` directory) with the teacher's weights. Empty: the safetensors
+        in ``hf_assets_path``."""
+
+        offload_to_cpu: bool = False
+        """Keep its shards in host memory between uses. On a CPU there is nowhere to move them: refused."""
+
+        divergence: Literal["reverse", "forward"] = "reverse"
+        """KL(policy || teacher), which gives up what the teacher would not say, or KL(teacher || policy),
+        which covers all that it would."""
+
+        top_k: Annotated[int, Ge(0)] = 0
+        """Compare the k likeliest tokens, and all others as one; 0: the whole vocabulary. Likeliest under the
+        policy for the reverse divergence, under the teacher for the forward one."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model: nn.Module,
+        vocab_size: int,
+        temperature: float,
+        prepare: PrepareInputs,
+    ) -> None:
+        """Bind a model.
+
+        Args:
+            config: ``[teacher]``.
+            model: Frozen and sharded, with its weights; returns hidden states.
+            vocab_size: The policy's. The teacher's further tokens are left out of its distribution.
+            temperature: Both models' logits are divided by it; the one that the generator samples with.
+            prepare: Builds the policy's arguments; the teacher makes attention masks of its own.
+        """
+        self.model = model
+        self._divergence = functools.partial(
+            chunked_divergence, temperature=temperature, divergence=config.divergence, top_k=config.top_k
+        )
+        self._vocab_size, self._prepare = vocab_size, prepare
+
+    @contextmanager
+    def compare(self, micro_batch: MicroBatch) -> Generator[TokenDivergence]:
+        """Run the teacher on a micro-batch, without grad; give what compares a policy with it. Collective.
+
+        The teacher's output projection stays gathered until the end of the context, for the backward pass;
+        everything is sharded again after it. To be used within TorchTitan's context for a forward pass.
+
+        Args:
+            micro_batch: On the model's device.
+        """
+        hidden = self._hidden(micro_batch)
+        head: Any = self.model.lm_head
+        if isinstance(head, FSDPModule):
+            head.unshard()
+        try:
+            weight = head.weight[: self._vocab_size]
+            yield lambda states, output: self._divergence(states, output, hidden, weight)
+        finally:
+            for module in fsdp_modules(self.model):
+                module.reshard()
+
+    @torch.no_grad()
+    def _hidden(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Hidden states ``[N, E]`` of the trained tokens."""
+        inputs, kwargs = self._prepare(micro_batch)
+        if "attention_masks" in kwargs:
+            masks: Any = self.model.get_attention_masks  # typed as any tensor or module
+            kwargs = kwargs | {"attention_masks": masks(positions=micro_batch.positions)}
+        return self.model(inputs, **kwargs)[micro_batch.loss_mask]
+
+
+def check_teacher(
+    config: Teacher.Config | None, *, coefficient: float, model: ModelSection, vocab_size: int
+) -> None:
+    """Refuse a teacher that is missing, not asked for, without weights or of another vocabulary.
+
+    Args:
+        config: ``[teacher]``, or None without the table.
+        coefficient: ``loss.distillation.coefficient``.
+        model: ``[model]`` of the policy.
+        vocab_size: The policy's, output rows.
+
+    Raises:
+        ConfigError: naming both keys.
+    """
+    if config is None:
+        if coefficient > 0:
+            raise ConfigError(
+                "[teacher]",
+                f"be a table with loss.distillation.coefficient = {coefficient}",
+                "none",
+                "Set teacher.initial_load_path or teacher.hf_assets_path, or the coefficient to 0.",
+            )
+        return
+    if not coefficient > 0:
+        raise ConfigError(
+            "[teacher]",
+            "be left out with loss.distillation.coefficient = 0, which needs no teacher",
+            "a table",
+            'Remove it, set the coefficient, or algorithm.type = "on_policy_distillation".',
+        )
+    if not config.initial_load_path and not has_hf_weights(config.hf_assets_path):
+        raise ConfigError(
+            "teacher.initial_load_path",
+            "name a checkpoint, or teacher.hf_assets_path a directory with safetensors weights",
+            config.hf_assets_path,
+            "A teacher with random weights teaches nothing.",
+        )
+    _check_vocabulary(config, model, vocab_size)
+
+
+def _check_vocabulary(config: Teacher.Config, model: ModelSection, vocab_size: int) -> None:
+    """The same tokens must have the same numbers, and the teacher a probability for each of them.
+
+    Output rows beyond the tokenizer are padding: models of one family are padded differently. A teacher with
+    more rows is cut to the policy's, which leaves its distribution given that the token is one that the
+    policy can sample. With fewer rows it would give tokens of the policy the probability 0.
+    """
+    spec: Any = teacher_spec(config, model)
+    directories = config.hf_assets_path, model.hf_assets_path
+    is_compared = all(path and (Path(path) / "tokenizer.json").is_file() for path in directories)
+    if is_compared:
+        _check_tokenizers(*directories)
+    rows = spec.model.vocab_size
+    if rows != vocab_size and not (is_compared and rows > vocab_size):
+        remedy = "Take a teacher with the policy's tokenizer."
+        if rows > vocab_size:
+            remedy = (
+                "Put the teacher's tokenizer.json into teacher.hf_assets_path, to show that it is the same."
+            )
+        raise ConfigError(
+            "teacher: the vocabulary",
+            f"have the {vocab_size} output rows of [model], or more of them with the same tokenizer",
+            rows,
+            remedy,
+        )
+
+
+def _check_tokenizers(teacher: str, policy: str) -> None:
+    ours, theirs = read_vocabulary(policy), read_vocabulary(teacher)
+    differing = {token for token, _ in ours.items() ^ theirs.items()}
+    if differing:
+        example = min(differing)
+        raise ConfigError(
+            "teacher.hf_assets_path",
+            "hold the tokenizer of model.hf_assets_path: distributions are compared token by token",
+            f"{len(differing)} tokens that differ, such as {example!r}: {theirs.get(example)} for "
+            f"{ours.get(example)}",
+            "Take a teacher of the policy's family.",
+        )
+
+
+def teacher_spec(config: Teacher.Config, model: ModelSection) -> ModelSpec:
+    """The teacher's architecture: its own, or the policy's where ``[teacher]`` names none.
+
+    Raises:
+        ConfigError: the model, flavor or directory does not exist or is not supported.
+    """
+    if not config.name and not config.hf_assets_path:
+        return build_spec(model)
+    section = replace(model, name=config.name, flavor=config.flavor, hf_assets_path=config.hf_assets_path)
+    try:
+        return build_spec(section)
+    except ConfigError as error:
+        where = (
+            error.where.replace("model.", "teacher.", 1) if error.where.startswith("model.") else error.where
+        )
+        raise ConfigError(where, error.constraint, error.got, error.remedy) from error
+
+
+def build_teacher(config: Teacher.Config, trainer: Any, *, prepare: PrepareInputs) -> Teacher:
+    """Build a teacher with its weights. Collective.
+
+    Args:
+        config: ``[teacher]``, which passed :func:`check_teacher`.
+        trainer: An RL trainer after TorchTitan's ``__init__``.
+        prepare: Builds the policy's arguments from a micro-batch.
+
+    Raises:
+        ConfigError: the weights are not this model's, or it cannot run under the run's parallelism.
+    """
+    spec: Any = teacher_spec(config, trainer.config.model)
+    try:
+        model = build_frozen(trainer, spec, offload_to_cpu=config.offload_to_cpu)
+    except ValueError as error:
+        raise ConfigError(
+            "[teacher]",
+            "be a model that fits this run's parallelism and training.seq_len",
+            f"{spec.name} {spec.flavor}",
+            f"TorchTitan said: {error}.",
+        ) from error
+    if config.initial_load_path:
+        load_checkpoint(model, config.initial_load_path, where="teacher.initial_load_path")
+    else:
+        adapter = spec.state_dict_adapter(spec.model, None) if spec.state_dict_adapter else None
+        load_hf(model, adapter, config.hf_assets_path)
+    logger.info(
+        "Teacher: %s %s, %s", spec.name, spec.flavor, config.initial_load_path or config.hf_assets_path
+    )
+    model._skip_lm_head = True  # pyrefly: ignore[bad-argument-type]  # typed as any nn.Module
+    return Teacher(
+        config,
+        model=model,
+        vocab_size=trainer.model_config.vocab_size,
+        temperature=trainer.config.sampling.temperature,
+        prepare=prepare,
+    )
