@@ -11,6 +11,7 @@ import torch
 from titan_rl.algorithms.interfaces import KL, Advantage, TokenAdvantage, TokenRewards
 from titan_rl.algorithms.shaping import ShapingSection, group_rewards, set_weight
 from titan_rl.batching.micro_batch import MicroBatch
+from titan_rl.functional.segments import is_last_trained
 from titan_rl.functional.whitening import whiten, whitening_sums
 from titan_rl.titan.collectives import Collectives
 from titan_rl.trainers.optimization import StepBatch
@@ -128,7 +129,7 @@ class Credit:
             values, factors = _per_sample(batch.samples, outcomes), _per_sample(batch.samples, weights)
             advantages: list[torch.Tensor] = []
             for i, micro_batch in enumerate(batch.micro_batches):
-                at_end = last_loss_token(micro_batch, len(batch.samples))
+                at_end = is_last_trained(micro_batch.loss_mask, micro_batch.sample_index)
                 rewards = torch.where(at_end, spread(values, micro_batch), 0.0)
                 credit = advantage.over_tokens(
                     TokenRewards(
@@ -175,17 +176,6 @@ def spread(values: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         return torch.zeros_like(micro_batch.advantages)
     values = values.to(micro_batch.advantages)
     return torch.where(micro_batch.loss_mask, values[micro_batch.sample_index.clamp(min=0)], 0.0)
-
-
-def last_loss_token(micro_batch: MicroBatch, num_samples: int) -> torch.Tensor:
-    """``[B, T]`` bool, True at the last trained token of each sample that has one."""
-    mask = micro_batch.loss_mask
-    flat = torch.arange(mask.numel(), device=mask.device).view(mask.shape)
-    last = torch.full((num_samples,), -1, device=mask.device)
-    last = last.scatter_reduce(0, micro_batch.sample_index[mask], flat[mask], "amax")
-    found = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
-    found[last[last >= 0]] = True
-    return found.view(mask.shape)
 
 
 def mean_by_rollout(batches: Sequence[StepBatch]) -> dict[RolloutKey, float]:
