@@ -18,7 +18,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from tests.distributed.fsdp_worker import FSDP, HSDP, LENGTHS, LONGEST, build, full, lay_out
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.functional.checksum import tensor_checksum
-from titan_rl.policy.critic import Critic, ValueInputs, build_critic
+from titan_rl.policy.critic import Critic, build_critic
 from titan_rl.policy.token_scores import fsdp_modules
 from titan_rl.titan import device
 from titan_rl.titan.collectives import Collectives
@@ -27,14 +27,6 @@ from titan_rl.titan.weights import load_hf
 from titan_rl.trainers.optimization import StepBatch, align_ranks
 
 LAYOUTS = ("eight_of_one", "one_of_eight", "packed")
-
-
-def clipped_error(inputs: ValueInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's clipped squared error; most of the noise below exceeds the bound, so both branches are taken."""
-    near = inputs.old_values + (inputs.values - inputs.old_values).clamp(-0.2, 0.2)
-    error = torch.maximum((inputs.values - inputs.returns) ** 2, (near - inputs.returns) ** 2)
-    loss = 0.5 * torch.where(inputs.loss_mask, error, 0.0).sum() / max(inputs.num_loss_tokens, 1)
-    return loss, {"value_loss/mean": loss.detach()}
 
 
 class Setup:
@@ -61,6 +53,7 @@ class Setup:
             config,
             self.rank,
             prepare=lambda micro_batch: self.prepare(micro_batch),
+            collectives=self.collectives,
             seed=seed,
             total_steps=10,
         )
@@ -87,7 +80,6 @@ class Setup:
             returns=batch.returns,
             old_values=batch.values,
             num_loss_tokens=batch.num_loss_tokens,
-            loss=clipped_error,
         )
 
     def gradients(self, batch: StepBatch) -> dict[str, torch.Tensor]:
@@ -108,7 +100,6 @@ class Setup:
                 returns=batch.returns,
                 old_values=batch.values,
                 num_loss_tokens=batch.num_loss_tokens,
-                loss=clipped_error,
             )
             norms.append(result.grad_norm)
         return norms
@@ -264,7 +255,6 @@ def check_not_finite(directory: Path) -> dict[str, Any]:
             returns=batch.returns,
             old_values=batch.values,
             num_loss_tokens=batch.num_loss_tokens,
-            loss=clipped_error,
         )
 
     skipped, after = step(), shards(setup.critic)

@@ -17,36 +17,27 @@ from annotated_types import Ge, Gt
 from torch import nn
 
 from titan_rl.batching.micro_batch import MicroBatch
+from titan_rl.functional.value import (
+    RunningMoments,
+    denormalised,
+    normalised,
+    output_preserving_scale,
+    updated_moments,
+)
+from titan_rl.functional.whitening import whitening_sums
 from titan_rl.policy.token_scores import PrepareInputs, fsdp_modules
+from titan_rl.policy.value_loss import ClippedValueLoss, ValueInputs, ValueLoss, value_statistics
 from titan_rl.resilience.seeds import derive_seed
 from titan_rl.titan.api import LRSchedulersContainer, clip_grad_norm_, logger
+from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.sections import OptimizerSection, optimizer_from_section
-from titan_rl.titan.value_model import init_head, load_value_checkpoint, token_values, value_sibling
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ValueInputs:
-    """What a value loss sees of one micro-batch. Tensors are ``[B, T]``, aligned with the prediction.
-
-    Attributes:
-        values: fp32 with grad; the value at ``t`` is that of the state in which the token at ``t + 1`` is
-            sampled. 0 in the padding.
-        returns: fp32, what the values are trained towards.
-        old_values: fp32, the critic's at the start of the iteration.
-        loss_mask: bool, True where a token is trained; everywhere else the loss must give no gradient.
-        num_loss_tokens: Trained tokens of the step, over all ranks and micro-batches: the divisor of a mean.
-    """
-
-    values: torch.Tensor
-    returns: torch.Tensor
-    old_values: torch.Tensor
-    loss_mask: torch.Tensor
-    num_loss_tokens: int
-
-
-ValueLoss = Callable[[ValueInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Gives this micro-batch's part of the loss (0-d, with grad), and its parts of metrics by ``name/mean`` or
-``name/max``, as a policy loss does."""
+from titan_rl.titan.value_model import (
+    init_head,
+    load_value_checkpoint,
+    rescale_head,
+    token_values,
+    value_sibling,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +47,14 @@ class CriticResult:
     Attributes:
         is_applied: False when the gradient was not finite: weights and schedule are unchanged.
         grad_norm: Global gradient norm before clipping.
-        metrics: The loss's parts of metrics, one dict per micro-batch of this rank.
+        metrics: Means over the trained tokens of all ranks, by name (``critic/...``): those of the loss;
+            ``value`` and ``return`` in units of reward; ``explained_variance``, 1 minus the variance of the
+            errors over that of the returns; the gradient norm and the learning rate.
     """
 
     is_applied: bool
     grad_norm: float
-    metrics: list[dict[str, torch.Tensor]]
+    metrics: dict[str, float]
 
 
 def _constant_schedule() -> LRSchedulersContainer.Config:
@@ -69,7 +62,7 @@ def _constant_schedule() -> LRSchedulersContainer.Config:
 
 
 class Critic:
-    """A value model with its optimiser, schedule and counters.
+    """A value model with its optimiser, schedule, counters and statistics of the returns.
 
     Attributes:
         model: The sharded value model.
@@ -77,6 +70,7 @@ class Critic:
         lr_schedulers: TorchTitan's; they advance with the applied steps.
         applied_steps: Steps that changed the weights.
         skipped_steps: Steps whose gradient was not finite.
+        moments: Of all returns observed, with ``normalise_values``; otherwise of none.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -108,7 +102,9 @@ class Critic:
         """Iterations at the start in which the critic trains and the policy does not."""
 
         normalise_values: bool = False
-        """Predict returns in their running standard deviations from their running mean."""
+        """Predict returns in their running standard deviations from their running mean. When these change,
+        the head is rescaled so that no value does (Pop-Art, van Hasselt et al. 2016, arXiv 1602.07714), but
+        for a head that has never been trained, whose values become the mean of the first returns."""
 
     def __init__(
         self,
@@ -117,18 +113,27 @@ class Critic:
         model: nn.Module,
         prepare: PrepareInputs,
         context: Callable[[], AbstractContextManager[None]],
+        collectives: Collectives,
         total_steps: int,
+        loss: ValueLoss | None = None,
+        is_pretrained: bool = False,
     ) -> None:
         """Make the optimiser and the schedule of a value model.
 
         Args:
             config: ``[critic]``.
-            model: A value model with its initial weights.
+            model: A value model with its initial weights and a bias in its head.
             prepare: Builds the model's arguments, the policy's own function.
             context: TorchTitan's context for forward and backward.
+            collectives: Of the run.
             total_steps: The critic's optimiser steps in the whole run, for the schedule.
+            loss: By default :class:`ClippedValueLoss`.
+            is_pretrained: Whether the head gives values in units of reward already.
         """
-        self.config, self.model = config, model
+        self.config, self.model, self._collectives = config, model, collectives
+        self._loss = ClippedValueLoss(config.clip_range) if loss is None else loss
+        self._is_pretrained = is_pretrained
+        self.moments = self._old_moments = RunningMoments.empty()
         self._prepare, self._context = prepare, context
         optimizer = optimizer_from_section(config.optimizer)
         self.optimizers = optimizer.build(model_parts=[model])
@@ -158,7 +163,37 @@ class Critic:
         for module in fsdp_modules(self.model):
             # Without a backward pass FSDP keeps the last gathered weights, which the next step makes stale.
             module.reshard()
-        return values
+        if self.config.normalise_values:
+            values = denormalised(values, self.moments)
+        return torch.where(micro_batch.sample_index >= 0, values, 0.0)
+
+    def observe(self, returns: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> None:
+        """Take an iteration's returns into the statistics, before the first step on them. Collective.
+
+        Without ``normalise_values`` nothing happens. Returns that are not finite are left out, with the rest
+        of their iteration: they would stay in the statistics for ever.
+
+        Args:
+            returns: This rank's, in units of reward, one ``[B, T]`` per micro-batch of the iteration.
+            masks: The same, bool, True where a token is trained.
+        """
+        if not self.config.normalise_values:
+            return
+        sums = [whitening_sums(values, mask) for values, mask in zip(returns, masks, strict=True)]
+        names = ("count", "total", "total_of_squares")
+        local_sums = {name: math.fsum(part[i] for part in sums) for i, name in enumerate(names)}
+        totals = self._collectives.reduce(local_sums, "sum")
+        if not all(map(math.isfinite, totals.values())):
+            logger.warning("Returns that are not finite are left out of the critic's statistics.")
+            return
+        before, self.moments = self.moments, updated_moments(self.moments, **totals)
+        if before.count == 0 and not self._is_pretrained:
+            # Nothing is worth preserving: the untrained head starts at the mean of the returns instead.
+            self._old_moments = before
+            return
+        factor, shift = output_preserving_scale(before, self.moments)
+        rescale_head(self.model, factor=float(factor), shift=float(shift))
+        self._old_moments = self.moments
 
     def train_step(
         self,
@@ -167,7 +202,6 @@ class Critic:
         returns: Sequence[torch.Tensor],
         old_values: Sequence[torch.Tensor],
         num_loss_tokens: int,
-        loss: ValueLoss,
     ) -> CriticResult:
         """Train on one batch: forward-backward over its micro-batches, clip, step. Collective.
 
@@ -175,17 +209,17 @@ class Critic:
 
         Args:
             micro_batches: This rank's, as many as every other rank has.
-            returns: One ``[B, T]`` per micro-batch.
+            returns: One ``[B, T]`` per micro-batch, in units of reward.
             old_values: The same; what the critic gave at the start of the iteration.
             num_loss_tokens: Trained tokens of the step, over all ranks and micro-batches.
-            loss: Divides by ``num_loss_tokens``, so that the sum over ranks and micro-batches is a mean.
         """
-        metrics = self.accumulate(
-            micro_batches, returns=returns, old_values=old_values, num_loss_tokens=num_loss_tokens, loss=loss
+        parts = self.accumulate(
+            micro_batches, returns=returns, old_values=old_values, num_loss_tokens=num_loss_tokens
         )
         norm = clip_grad_norm_(self.model.parameters(), self.config.max_norm, foreach=True)
         grad_norm = float(norm)  # of all ranks' gradients, so that all decide alike
         is_applied = math.isfinite(grad_norm)
+        rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         if is_applied:
             self.optimizers.step()
             self.lr_schedulers.step()
@@ -194,6 +228,7 @@ class Critic:
             self.skipped_steps += 1
             logger.warning("A step of the critic is skipped: its gradient norm is %s.", grad_norm)
         self.optimizers.zero_grad(set_to_none=True)
+        metrics = self._reduce(parts) | {"critic/grad_norm": grad_norm, "critic/lr": float(rate)}
         return CriticResult(is_applied=is_applied, grad_norm=grad_norm, metrics=metrics)
 
     def accumulate(
@@ -203,18 +238,19 @@ class Critic:
         returns: Sequence[torch.Tensor],
         old_values: Sequence[torch.Tensor],
         num_loss_tokens: int,
-        loss: ValueLoss,
     ) -> list[dict[str, torch.Tensor]]:
         """Compute the gradient of :meth:`train_step`, which explains the arguments. Collective.
 
         FSDP sums gradients over ranks and autograd over micro-batches.
 
         Returns:
-            The loss's parts of metrics, one dict per micro-batch.
+            Parts of metrics, one dict per micro-batch, in the loss's units.
         """
         self.optimizers.zero_grad(set_to_none=True)
-        metrics = []
+        parts = []
         for micro_batch, target, old in zip(micro_batches, returns, old_values, strict=True):
+            if self.config.normalise_values:
+                target, old = normalised(target, self.moments), normalised(old, self._old_moments)
             with self._context():
                 inputs = ValueInputs(
                     values=self._values(micro_batch),
@@ -223,18 +259,20 @@ class Critic:
                     loss_mask=micro_batch.loss_mask,
                     num_loss_tokens=num_loss_tokens,
                 )
-                value, parts = loss(inputs)
-                value.backward()
-            metrics.append(parts)
-        return metrics
+                loss, metrics = self._loss(inputs)
+                loss.backward()
+            parts.append(metrics | value_statistics(inputs))
+        return parts
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, moments, schedule and counters."""
         counters = {"applied_steps": self.applied_steps, "skipped_steps": self.skipped_steps}
+        moments = {name: value.clone() for name, value in self.moments._asdict().items()}
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizers.state_dict(),
             "lr_scheduler": self.lr_schedulers.state_dict(),
+            "moments": moments,
             **{name: torch.tensor(value, dtype=torch.int64) for name, value in counters.items()},
         }
 
@@ -243,17 +281,40 @@ class Critic:
         self.model.load_state_dict(state_dict["model"])
         self.optimizers.load_state_dict(state_dict["optimizer"])
         self.lr_schedulers.load_state_dict(state_dict["lr_scheduler"])
+        self.moments = self._old_moments = RunningMoments(**state_dict["moments"])
         self.applied_steps = int(state_dict["applied_steps"])
         self.skipped_steps = int(state_dict["skipped_steps"])
 
     def _values(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """What the model gives, in the loss's units."""
         inputs, kwargs = self._prepare(micro_batch)
         values = token_values(self.model, inputs, **kwargs)
         return torch.where(micro_batch.sample_index >= 0, values, 0.0)
 
+    def _reduce(self, parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
+        """Means over the tokens of all micro-batches and ranks, values and returns in units of reward."""
+        names = sorted({name for part in parts for name in part})
+        local_sums = {name: math.fsum(float(part[name]) for part in parts) for name in names}
+        means = self._collectives.reduce(local_sums, "sum")
+        square, error_square = means.pop("return_square"), means.pop("error_square")
+        variance = square - means["return"] ** 2
+        error_variance = error_square - (means["return"] - means["value"]) ** 2
+        means["explained_variance"] = 1.0 - error_variance / variance if variance > 0 else math.nan
+        if self.config.normalise_values:
+            pair = torch.tensor([means["value"], means["return"]], dtype=torch.float64)
+            means["value"], means["return"] = denormalised(pair, self.moments).tolist()
+        return {f"critic/{name}": value for name, value in means.items()}
+
 
 def build_critic(
-    config: Critic.Config, trainer: Any, *, prepare: PrepareInputs, seed: int, total_steps: int
+    config: Critic.Config,
+    trainer: Any,
+    *,
+    prepare: PrepareInputs,
+    collectives: Collectives,
+    seed: int,
+    total_steps: int,
+    loss: ValueLoss | None = None,
 ) -> Critic:
     """Build a critic like the policy, with its initial weights. Collective.
 
@@ -261,22 +322,31 @@ def build_critic(
         config: ``[critic]``.
         trainer: A TorchTitan trainer whose policy has its initial weights.
         prepare: Builds a model's arguments from a micro-batch.
+        collectives: Of the run.
         seed: The run seed, for a head that is drawn.
         total_steps: The critic's optimiser steps in the whole run.
+        loss: By default :class:`ClippedValueLoss`.
 
     Raises:
         ConfigError: ``critic.initial_load_path`` is not a checkpoint of this architecture.
     """
-    model = value_sibling(trainer)
+    model = value_sibling(trainer, head_bias=True)
     init_head(model, std=config.head_init_std, seed=derive_seed(seed, "critic", "head"))
-    path = config.initial_load_path
+    path, has_head = config.initial_load_path, False
     if path:
         has_head = load_value_checkpoint(model, path, where="critic.initial_load_path")
         logger.info(
             "Initial weights of the critic: %s, %s a scalar head", path, "with" if has_head else "without"
         )
     critic = Critic(
-        config, model=model, prepare=prepare, context=trainer.train_context, total_steps=total_steps
+        config,
+        model=model,
+        prepare=prepare,
+        context=trainer.train_context,
+        collectives=collectives,
+        total_steps=total_steps,
+        loss=loss,
+        is_pretrained=has_head,
     )
     after_build = trainer.config.model_spec.post_optimizer_build_fn
     if after_build is not None:  # routers of mixtures of experts are balanced in a hook of the optimiser

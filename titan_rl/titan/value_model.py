@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 
 HEAD = "lm_head.weight"
 """The scalar head's name in checkpoints, where a language model has its output projection."""
+HEAD_BIAS = "lm_head.bias"
 
 
 class ValueHead(Linear):
     """From the last hidden state to one number, in fp32 whatever the layers compute in.
 
-    In bf16 a value of 100 would be rounded to a multiple of 0.5. There is no bias, as in reward models.
+    In bf16 a value of 100 would be rounded to a multiple of 0.5. A critic's head has a bias, with which it
+    follows the mean of the returns at once; a reward model's has none, because differences alone matter.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -49,6 +51,13 @@ class ValueHead(Linear):
         """Shard the input dimension under tensor parallelism: one output row cannot be cut."""
         # TorchTitan's decoders have given it a vocabulary's layout: replicated input, sharded output.
         vocabulary: Any = self._sharding_config
+        if self.bias is not None and parallel_dims.tp_enabled:
+            raise ConfigError(
+                "parallelism.tensor_parallel_degree",
+                "be 1 with a value head that has a bias, which every rank would add",
+                parallel_dims.tp,
+                "Shard over data-parallel ranks instead.",
+            )
         if vocabulary is not None:
             self._sharding_config = dataclasses.replace(
                 rowwise_config(),
@@ -59,14 +68,16 @@ class ValueHead(Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Values ``[..., 1]`` fp32 of hidden states ``[..., D]``."""
-        return F.linear(input.float(), self.weight.float())
+        values = F.linear(input.float(), self.weight.float())
+        return values if self.bias is None else values + self.bias.float()
 
 
-def value_config(model_config: BaseModel.Config) -> BaseModel.Config:
+def value_config(model_config: BaseModel.Config, *, head_bias: bool = False) -> BaseModel.Config:
     """A copy of a decoder's configuration with a scalar head, which no embedding is tied to.
 
     Args:
         model_config: TorchTitan's configuration of a decoder; it stays as it is.
+        head_bias: Whether the head has a bias.
     """
     config: Any = copy.deepcopy(model_config)
     if config.enable_weight_tying:
@@ -76,7 +87,8 @@ def value_config(model_config: BaseModel.Config) -> BaseModel.Config:
     config.lm_head = ValueHead.Config(
         in_features=config.dim,
         out_features=1,
-        param_init={"weight": nn.init.zeros_},
+        bias=head_bias,
+        param_init={"weight": nn.init.zeros_, "bias": nn.init.zeros_},
         sharding_config=config.lm_head.sharding_config,
     )
     return config
@@ -101,6 +113,7 @@ def build_value_model(
     compile_config: Any,
     ac_config: Any = None,
     dump_folder: str = "",
+    head_bias: bool = False,
 ) -> nn.Module:
     """Build a value model, sharded, in training mode. Its head is zero, its other weights are random.
 
@@ -115,6 +128,7 @@ def build_value_model(
         compile_config: TorchTitan's section.
         ac_config: Activation checkpointing, or None.
         dump_folder: Of the run.
+        head_bias: Whether the head has a bias.
 
     Raises:
         ConfigError: pipeline parallelism is on.
@@ -127,7 +141,7 @@ def build_value_model(
             "Shard it over data-parallel ranks instead.",
         )
     with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
-        model = value_config(model_config).build()
+        model = value_config(model_config, head_bias=head_bias).build()
     model = spec.parallelize_fn(
         model,
         parallel_dims=parallel_dims,
@@ -145,11 +159,12 @@ def build_value_model(
     return model.train()
 
 
-def value_sibling(trainer: Trainer) -> nn.Module:
+def value_sibling(trainer: Trainer, *, head_bias: bool = False) -> nn.Module:
     """Build a trainable value model like the policy, with the policy's backbone and a head of zeros.
 
     Args:
         trainer: A TorchTitan trainer after its ``__init__``, without pipeline parallelism.
+        head_bias: Whether the head has a bias.
     """
     config = trainer.config
     model = build_value_model(
@@ -161,6 +176,7 @@ def value_sibling(trainer: Trainer) -> nn.Module:
         compile_config=config.compile,
         ac_config=config.activation_checkpoint,
         dump_folder=config.dump_folder,
+        head_bias=head_bias,
     )
     copy_backbone(trainer.model_parts[0], model)
     return model
@@ -179,16 +195,32 @@ def token_values(model: nn.Module, inputs: torch.Tensor, **kwargs: Any) -> torch
 
 @torch.no_grad()
 def init_head(model: nn.Module, *, std: float, seed: int) -> None:
-    """Draw the head from a normal distribution around 0, the same on any number of ranks and any device.
+    """Draw the head's weight from a normal distribution around 0, alike on all numbers of ranks; no bias.
 
     Args:
         model: A value model.
         std: Standard deviation; 0 makes every value 0.
         seed: Decides the draw.
     """
-    weight: Any = model.lm_head.weight  # pyrefly: ignore[missing-attribute]
+    head: Any = model.lm_head
     generator = torch.Generator().manual_seed(seed)
-    copy_full(weight, std * torch.randn(tuple(weight.shape), generator=generator))
+    copy_full(head.weight, std * torch.randn(tuple(head.weight.shape), generator=generator))
+    if head.bias is not None:
+        local(head.bias).zero_()
+
+
+@torch.no_grad()
+def rescale_head(model: nn.Module, *, factor: float, shift: float) -> None:
+    """Change a head with a bias so that every value ``v`` becomes ``factor * v + shift``.
+
+    Args:
+        model: A value model.
+        factor: Multiplies weight and bias.
+        shift: Is then added to the bias.
+    """
+    head: Any = model.lm_head
+    local(head.weight).mul_(factor)
+    local(head.bias).mul_(factor).add_(shift)
 
 
 @torch.no_grad()
@@ -201,7 +233,7 @@ def copy_backbone(source: nn.Module, target: nn.Module) -> None:
     """
     for kind in ("named_parameters", "named_buffers"):
         ours, theirs = (
-            [tensor for name, tensor in getattr(model, kind)() if not name.endswith(HEAD)]
+            [tensor for name, tensor in getattr(model, kind)() if "lm_head" not in name.split(".")]
             for model in (target, source)
         )
         for to, of in zip(ours, theirs, strict=True):
@@ -213,7 +245,7 @@ def load_value_checkpoint(
 ) -> bool:
     """Load the model of a TorchTitan checkpoint: a value model's, or a language model's without its head.
 
-    Collective. Any number of ranks may have written it.
+    Collective. Any number of ranks may have written it. A bias that the checkpoint lacks stays as it is.
 
     Args:
         model: A value model.
@@ -228,12 +260,13 @@ def load_value_checkpoint(
     """
     state = dict(model.state_dict())
     try:
-        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.get(HEAD)
-        has_head = isinstance(stored, TensorStorageMetadata) and tuple(stored.size) == tuple(
-            state[HEAD].shape
-        )
-        if not has_head:
-            state.pop(HEAD)
+        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        head = stored.get(HEAD)
+        shape = tuple(head.size) if isinstance(head, TensorStorageMetadata) else None
+        has_head = shape == tuple(state[HEAD].shape)
+        absent = [HEAD, HEAD_BIAS] if not has_head else [HEAD_BIAS] if HEAD_BIAS not in stored else []
+        for name in absent:
+            state.pop(name, None)
         dcp.load(state, checkpoint_id=path)
     except (Exception, CheckpointException) as error:  # DCP raises its own, which is no Exception, and others
         raise ConfigError(
@@ -242,5 +275,5 @@ def load_value_checkpoint(
             path,
             f"Loading it failed: {(str(error).strip() or repr(error)).splitlines()[-1]}.",
         ) from error
-    model.load_state_dict(state, strict=has_head)
+    model.load_state_dict(state, strict=False)  # what was loaded is complete but for the head
     return has_head

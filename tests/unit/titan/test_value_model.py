@@ -23,6 +23,7 @@ from titan_rl.titan.value_model import (
     copy_backbone,
     init_head,
     load_value_checkpoint,
+    rescale_head,
     token_values,
     value_config,
     value_spec,
@@ -44,7 +45,7 @@ def one_rank(tmp_path_factory):
     dist_utils.set_spmd_backend(backend)
 
 
-def build(directory: Path, *, ac_config=None, **training):
+def build(directory: Path, *, ac_config=None, head_bias=False, **training):
     parallelism = ParallelismConfig()
     dims = ParallelDims.from_config(parallelism, 1)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
@@ -59,6 +60,7 @@ def build(directory: Path, *, ac_config=None, **training):
         parallelism=parallelism,
         compile_config=CompileConfig(enable=False),
         ac_config=ac_config,
+        head_bias=head_bias,
     )
     return model, dist_utils.get_spmd_context(parallel_dims=dims)
 
@@ -173,6 +175,39 @@ def test_a_head_depends_on_its_seed_alone_and_a_deviation_of_zero_makes_zeros(tm
     assert 0.09 < first.std() < 0.11
     init_head(model, std=0.0, seed=5)
     assert model.lm_head.weight.full_tensor().eq(0).all()
+
+
+def test_a_rescaled_head_gives_the_same_values_on_another_scale(tmp_path):
+    make_peer("llama").save_pretrained(tmp_path)
+    model, context = build(tmp_path, head_bias=True)
+    init_head(model, std=0.5, seed=3)
+    ids = tokens(20)
+    with torch.no_grad():
+        before = values_of(model, context, ids)
+        for factor, shift in ((0.5, 3.0), (4.0, -1.0)):
+            rescale_head(model, factor=factor, shift=shift)
+        after = values_of(model, context, ids)
+    assert before.std() > 0.1
+    torch.testing.assert_close(after, 4.0 * (0.5 * before + 3.0) - 1.0, rtol=0, atol=1e-5)
+
+
+def test_a_bias_that_the_checkpoint_lacks_stays(tmp_path):
+    make_peer("llama").save_pretrained(tmp_path / "model")
+    source, _ = build(tmp_path / "model")
+    init_head(source, std=0.5, seed=3)
+    dcp.save(dict(source.state_dict()), checkpoint_id=str(tmp_path / "step-7"))
+    target, _ = build(tmp_path / "model", head_bias=True)
+    rescale_head(target, factor=1.0, shift=2.0)
+    assert load_value_checkpoint(target, str(tmp_path / "step-7"))
+    assert target.lm_head.bias.full_tensor().item() == 2.0
+    assert torch.equal(target.lm_head.weight.full_tensor(), source.lm_head.weight.full_tensor())
+
+
+def test_a_bias_under_tensor_parallelism_is_refused(tmp_path):
+    make_peer("llama").save_pretrained(tmp_path)
+    head = value_config(spec_from_hf(tmp_path).model, head_bias=True).lm_head.build()
+    with pytest.raises(ConfigError, match=r"parallelism\.tensor_parallel_degree must be 1"):
+        head.parallelize(SimpleNamespace(tp_enabled=True, tp=2))
 
 
 def test_a_checkpoint_of_a_value_model_comes_back_with_its_head(tmp_path):
