@@ -70,6 +70,13 @@ class Batch(NamedTuple):
     loss_mask: torch.Tensor
     sample_index: torch.Tensor
     num_samples: int
+    num_loss_tokens: int | None = None
+    """Of the step; None when this is all of it."""
+
+    def masked(self):
+        """0 where a token is not trained: the product selects before any arithmetic too."""
+        names = ("policy", "old", "generator", "ref", "advantages")
+        return self._replace(**{n: torch.where(self.loss_mask, getattr(self, n), 0.0) for n in names})
 
     @property
     def segments(self):
@@ -100,7 +107,14 @@ _SURROGATES = {
 def evaluate(loss, batch):
     """Loss, its gradient with respect to the policy's log-probabilities, and which bounds were at work."""
     policy = batch.policy.clone().requires_grad_()
-    batch = batch._replace(policy=policy, old=batch.generator if loss.old == "generator" else batch.old)
+    total, fired = value(loss, batch._replace(policy=policy))
+    (gradient,) = torch.autograd.grad(total, policy)
+    return Outcome(total.detach(), gradient, fired)
+
+
+def value(loss, batch):
+    """The loss with grad, and which bounds were at work."""
+    batch = batch._replace(old=batch.generator if loss.old == "generator" else batch.old).masked()
     ratios = _ratio(loss.ratio, batch)
     name = loss.surrogate.name
     function = next(
@@ -118,10 +132,9 @@ def evaluate(loss, batch):
         fired[f"{one.name}.is_rejected"] = weights.is_rejected
     total = _aggregate(loss.aggregation, batch, values)
     if loss.kl is not None:
-        estimate = getattr(kl, loss.kl.name)(policy, getattr(batch, loss.kl_to))
+        estimate = getattr(kl, loss.kl.name)(batch.policy, getattr(batch, loss.kl_to))
         total = total + loss.coefficient * _aggregate(loss.aggregation, batch, estimate)
-    (gradient,) = torch.autograd.grad(total, policy)
-    return Outcome(total.detach(), gradient, fired)
+    return total, fired
 
 
 def correct(one, batch):
@@ -129,7 +142,7 @@ def correct(one, batch):
     mask, arguments = batch.loss_mask, dict(one.arguments)
     log_ratio = correction.mismatch_log_ratio(batch.old, batch.generator, mask)
     function = getattr(correction, one.name)
-    if "samples" in one.name or "sample" in one.name:
+    if "sample" in one.name:
         arguments["sample_index"] = batch.sample_index
     if one.name == "reject_negative_samples_by_mean_k1":
         log_ratio = correction.mismatch_log_ratio(batch.policy, batch.old, mask)
@@ -151,7 +164,7 @@ def _ratio(one, batch):
 def _aggregate(one, batch, values):
     mask, name = batch.loss_mask, one.name
     if name == "token_mean":
-        return aggregate.token_mean(values, mask, mask.sum())
+        return aggregate.token_mean(values, mask, batch.num_loss_tokens or mask.sum())
     if name == "sample_mean_of_token_sums":
         return aggregate.sample_mean_of_token_sums(values, mask, batch.num_samples)
     extra = {"sample_index": batch.sample_index} if name == "sample_mean_of_token_means" else one.arguments

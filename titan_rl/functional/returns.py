@@ -5,7 +5,7 @@ are skipped, whatever stands there, and get 0. After a sample's last trained tok
 is 0. Rewards and values carry no grad from here.
 
 All three are linear recurrences :math:`x_t = a_t x_{t+1} + b_t`, solved in :math:`\log_2 T` steps on whole
-``[B, T]`` tensors rather than in T.
+``[B, T]`` tensors rather than in T, and in float64: the discounts of a long sample are high powers.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def discounted_returns(
     """
     check_same_shape(rewards=rewards, loss_mask=loss_mask, sample_index=sample_index)
     selected = torch.where(loss_mask, rewards.detach(), 0.0)
-    found = _backwards(torch.full_like(selected, gamma), selected, loss_mask, sample_index)
-    return torch.where(loss_mask, found, 0.0)
+    factors = torch.full_like(selected, gamma, dtype=torch.float64)
+    found = _backwards(factors, selected.double(), loss_mask, sample_index)
+    return torch.where(loss_mask, found, 0.0).to(rewards.dtype)
 
 
 def gae(
@@ -97,8 +98,9 @@ def gae(
     ([[-0.25, 0.75]], [[1.0, 1.0]])
     """
     check_same_shape(rewards=rewards, values=values, loss_mask=loss_mask, sample_index=sample_index)
-    rewards = torch.where(loss_mask, rewards.detach(), 0.0)
-    values = torch.where(loss_mask, values.detach(), 0.0)
+    dtype = values.dtype
+    rewards = torch.where(loss_mask, rewards.detach(), 0.0).double()
+    values = torch.where(loss_mask, values.detach(), 0.0).double()
     # x_t = V_t at a trained token and x_{t+1} elsewhere: the value of the next trained token is x_{t+1}.
     upcoming = _backwards(torch.zeros_like(values), values, loss_mask, sample_index)
     next_values = _shifted(upcoming, sample_index)
@@ -111,7 +113,7 @@ def gae(
 
     advantages = discounted(lambda_policy)
     from_critic = advantages if lambda_critic is None else discounted(lambda_critic)
-    return Gae(advantages, values + from_critic)
+    return Gae(advantages.to(dtype), (values + from_critic).to(dtype))
 
 
 def length_adaptive_lambda(

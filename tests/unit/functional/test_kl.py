@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.functional.kl import k1, k2, k3
+from titan_rl.functional.kl import absolute, k1, k2, k3
 
 LOGPROB = st.floats(-30.0, 0.0, width=32)
 
@@ -69,3 +69,8 @@ def test_k3_stays_finite_where_the_reference_is_e100_times_more_likely():
 def test_shapes_that_would_broadcast_are_refused(estimator):
     with pytest.raises(ValueError, match="ref_logprobs must have the shape of policy_logprobs"):
         estimator(torch.zeros(2, 3), torch.zeros(3))
+
+
+def test_the_absolute_log_ratio_by_hand():
+    found = absolute(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.25]))
+    assert found.tolist() == [0.5, 0.75]
