@@ -157,11 +157,11 @@ class Losses:
         return self.each(lambda i, t: self._clip(self.token_ratio(p, i, t), self.adv[i][t]))
 
     def sequence_clipped(self, p, q):
-        """Zheng et al. 2025 (arXiv 2507.18071), eq. 5."""
+        """Zheng et al. 2025 (arXiv 2507.18071): the clip of that ratio."""
         return self.each(lambda i, t: self._clip(self.sequence_ratio(p, i), self.adv[i][t]))
 
     def sequence_token_clipped(self, p, q):
-        """Zheng et al. 2025, section 4.3: the value of the sequence's ratio, the token's own gradient."""
+        """Zheng et al. 2025, GSPO-token: the value of the sequence's ratio, the token's own gradient."""
         return self.each(
             lambda i, t: self._clip(self.sequence_ratio(q, i) * math.exp(p[i][t] - q[i][t]), self.adv[i][t])
         )

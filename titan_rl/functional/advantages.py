@@ -68,7 +68,7 @@ def length_weighted(rewards: torch.Tensor, num_tokens: torch.Tensor) -> torch.Te
 
     The baseline of least variance when a rollout's squared gradient grows in proportion to its length.
 
-    Source: Hao et al. 2025 (OPO, arXiv 2505.23585), section 3.
+    Source: Hao et al. 2025 (OPO, arXiv 2505.23585).
 
     Args:
         rewards: ``[G]``, floating point, one value per rollout of a group, G >= 2.

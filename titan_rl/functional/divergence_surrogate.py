@@ -124,7 +124,7 @@ def quadratic_surrogate(
 
     Its minimum over ``log p`` is at a log-ratio of ``A / beta``.
 
-    Source: Richemond et al. 2024 (DRO, arXiv 2405.19107), eq. 6 divided by its temperature and without the
+    Source: Richemond et al. 2024 (DRO, arXiv 2405.19107), its loss divided by its temperature and without the
     terms that do not depend on the policy, with the advantage for "reward minus value", token by token, as in
     verl, whose default for beta is 0.5.
 

@@ -23,7 +23,8 @@ there k1 has the right expected gradient, k2 and k3 do not. verl calls k1 "kl", 
 which it clamps to [-10, 10]; "abs" is ``|k1|``, a distance and not an estimate of any KL (:func:`absolute`).
 
 The right gradient needs tokens of the policy itself. For tokens of an older policy each value, k3 for
-example, is to be weighted by the token's importance ratio (DeepSeek-AI 2025, arXiv 2512.02556, eq. 7).
+example, is to be weighted by the token's importance ratio (DeepSeek-AI 2025, arXiv 2512.02556, "Unbiased KL
+Estimate").
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def updated_moments(
     """The moments after a batch of numbers, given by its sums over all ranks.
 
     Source: the pairwise update of Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm
-    for computing sample variances", eq. 2.1; the result does not depend on how the batch was split.
+    for computing sample variances"; the result does not depend on how the batch was split.
 
     Args:
         moments: Of everything before.

@@ -29,8 +29,8 @@ def whiten(
 ) -> torch.Tensor:
     r"""Values of mean 0 and variance 1 over all tokens that the sums were taken over.
 
-    ``(x - mean) / sqrt(var + eps)`` with the Bessel-corrected variance and eps inside the root, as verl and
-    OpenRLHF do; TRL's is the same up to eps.
+    ``(x - mean) / sqrt(var + eps)`` with the Bessel-corrected variance and eps inside the root, as verl
+    does. OpenRLHF divides by the count and bounds the variance below by 1e-8 instead.
 
     Args:
         values: Any shape, no grad.

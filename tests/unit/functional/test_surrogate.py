@@ -86,7 +86,7 @@ def test_the_dual_bound_by_hand(ratio, advantage, loss, gradient, is_dual):
 
 
 @given(st.floats(0.0, 50.0), st.floats(-5.0, 5.0), st.floats(1.01, 10.0))
-def test_the_dual_bound_is_equation_5_of_the_paper(ratio, advantage, clip_dual):
+def test_the_dual_bound_is_the_maximum_of_the_paper(ratio, advantage, clip_dual):
     found = dual_clipped_surrogate(
         torch.tensor([ratio], dtype=torch.float64),
         torch.tensor([advantage], dtype=torch.float64),
