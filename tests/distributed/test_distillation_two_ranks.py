@@ -1,0 +1,189 @@
+"""The gradient of on-policy distillation: one rank, two gloo ranks of FSDP, and transformers written out.
+
+The computation is in distillation_worker.py: once under torchrun with two ranks, once in this process with
+one. "Equal" for gradients: per tensor ``||a - b|| <= 1e-5 ||b|| + 1e-8``, in fp32.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torchtitan.distributed import utils as dist_utils
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tests.distributed import distillation_worker, fsdp_worker
+from titan_rl.titan import device
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-5
+COMMON = {"num_hidden_layers": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.15}
+
+
+def _models() -> dict[str, LlamaForCausalLM | Qwen3ForCausalLM]:
+    """The policy: a Llama whose heads do not divide. The teacher: a tied Qwen3 with more output rows."""
+    torch.manual_seed(0)
+    policy = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=fsdp_worker.VOCAB,
+            hidden_size=72,
+            intermediate_size=80,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            tie_word_embeddings=False,
+            **COMMON,
+        )
+    )
+    teacher = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=fsdp_worker.VOCAB + 8,
+            hidden_size=64,
+            intermediate_size=96,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            **COMMON,
+        )
+    )
+    return {"policy": policy.eval(), "teacher": teacher.eval()}
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    directory = tmp_path_factory.mktemp("distillation")
+    models = _models()
+    for name, model in models.items():
+        model.save_pretrained(directory / name)
+    root = Path(__file__).parents[2]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run(
+        [sys.executable, *command, str(Path(distillation_worker.__file__)), str(directory)],
+        check=True,
+        timeout=900,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TITAN_RL_DEVICE": "cpu", "PYTHONPATH": str(root)},
+    )
+    _run_alone(directory)
+    return SimpleNamespace(
+        models=models,
+        one=json.loads((directory / "world1.json").read_text()),
+        two=json.loads((directory / "world2.json").read_text()),
+        alone=load_file(directory / "world1.safetensors"),
+        sharded=load_file(directory / "world2.safetensors"),
+    )
+
+
+def _run_alone(directory: Path) -> None:
+    device.install()
+    backend, threads = dist_utils.get_spmd_backend(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+    try:
+        distillation_worker.run(directory)
+    finally:
+        dist.destroy_process_group()
+        fsdp_worker.parallel_dims.cache_clear()
+        dist_utils.set_spmd_backend(backend)
+        torch.set_num_threads(threads)
+
+
+def gradients(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:
+    prefix = f"{case}/"
+    found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    assert len(found) >= 20
+    assert all(value.norm() > 1e-6 for value in found.values()), "a gradient of zero compares with nothing"
+    return found
+
+
+def unequal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that are not equal."""
+    assert a.keys() == b.keys()
+    return [name for name in a if (a[name] - b[name]).norm() > TOLERANCE * b[name].norm() + 1e-8]
+
+
+def written_out(models, *, divergence="reverse", top_k=0):
+    """Mean divergence over all trained tokens, sample by sample with the whole softmax, by transformers."""
+    total, count = 0.0, 0
+    for sample in fsdp_worker.make_samples()[0]:
+        ids, mask = torch.tensor([sample.token_ids]), torch.tensor(sample.loss_mask)[1:]
+        logits = [models[name](ids).logits[0, :-1, : fsdp_worker.VOCAB] for name in ("policy", "teacher")]
+        p, q = (torch.softmax(z.double() / fsdp_worker.TEMPERATURE, -1) for z in logits)
+        q = q.detach()
+        over, under = (p, q) if divergence == "reverse" else (q, p)
+        if top_k:
+            own = over.topk(top_k).indices
+            over, under = (
+                torch.cat([x.gather(-1, own), 1 - x.gather(-1, own).sum(-1, keepdim=True)], -1)
+                for x in (over, under)
+            )
+        total = total + (over * (over.log() - under.log())).sum(-1)[mask].sum()
+        count += int(mask.sum())
+    return total / count
+
+
+@pytest.mark.parametrize("case", distillation_worker.CASES)
+def test_value_and_gradient_equal_those_of_transformers_written_out(launch, case):
+    policy = launch.models["policy"]
+    policy.zero_grad()
+    expected = written_out(launch.models, **distillation_worker.CASES[case])
+    (0.7 * expected).backward()
+    assert expected.item() > 0.1
+    names = {
+        "lm_head.weight": policy.lm_head.weight,
+        "tok_embeddings.weight": policy.model.embed_tokens.weight,
+        "norm.weight": policy.model.norm.weight,
+        "layers.0.feed_forward.w2.weight": policy.model.layers[0].mlp.down_proj.weight,
+    }
+    for world, tensors in ((launch.one, launch.alone), (launch.two, launch.sharded)):
+        metrics = world["metrics"][f"{case}/packed"]
+        assert metrics["loss/teacher_kl"] == pytest.approx(expected.item(), rel=TOLERANCE)
+        assert metrics["loss/loss"] == pytest.approx(0.7 * expected.item(), rel=TOLERANCE)
+        got = gradients(tensors, f"{case}/packed")
+        ours = {name: got[name] for name in names}
+        assert unequal(ours, {name: parameter.grad for name, parameter in names.items()}) == []
+
+
+def test_the_three_divergences_differ(launch):
+    values = {
+        case: launch.one["metrics"][f"{case}/packed"]["loss/teacher_kl"] for case in distillation_worker.CASES
+    }
+    assert values["top_k"] < values["reverse"]
+    assert abs(values["forward"] - values["reverse"]) > 1e-3
+
+
+@pytest.mark.parametrize("layout", distillation_worker.LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_gradient_depends_on_neither_layout_nor_ranks(launch, layout, world_size):
+    expected = gradients(launch.alone, "reverse/one_of_eight")
+    got = gradients(launch.alone if world_size == 1 else launch.sharded, f"reverse/{layout}")
+    assert unequal(got, expected) == []
+
+
+@pytest.mark.parametrize("case", ["one_rank_empty", "resharded", "never_resharded", "replicated"])
+def test_gradients_are_equal_however_the_models_are_spread(launch, case):
+    assert unequal(gradients(launch.sharded, case), gradients(launch.alone, "reverse/one_of_eight")) == []
+
+
+def test_no_gradient_is_left_over_from_the_planted_faults_and_none_reaches_the_teacher(launch):
+    for world, tensors in ((launch.one, launch.alone), (launch.two, launch.sharded)):
+        assert unequal(gradients(tensors, "again"), gradients(tensors, "reverse/packed")) == []
+        assert world["teacher_touched"] is False
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("fault", ["mean_per_micro_batch", "leaking", "teacher_leaking"])
+def test_planted_faults_are_noticed(launch, fault, world_size):
+    tensors = launch.alone if world_size == 1 else launch.sharded
+    expected = gradients(launch.alone, "reverse/one_of_eight")
+    assert len(unequal(gradients(tensors, f"fault/{fault}"), expected)) == len(expected)
+
+
+def test_planted_fault_a_mean_over_ranks_is_noticed(launch):
+    expected = gradients(launch.alone, "reverse/one_of_eight")
+    assert len(unequal(gradients(launch.sharded, "fault/averaged_over_ranks"), expected)) == len(expected)
