@@ -147,7 +147,7 @@ def check_teacher(
             "[teacher]",
             "be left out with loss.distillation.coefficient = 0, which needs no teacher",
             "a table",
-            'Remove it, set the coefficient, or algorithm.type = "on_policy_distillation".',
+            "Remove it, or set the coefficient.",
         )
     if not config.initial_load_path and not has_hf_weights(config.hf_assets_path):
         raise ConfigError(
