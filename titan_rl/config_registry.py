@@ -44,6 +44,16 @@ def tiny_pretrain() -> Any:
     return _named().from_recipe("tiny_pretrain")
 
 
+def tiny_dpo() -> Any:
+    """``train_configs/tiny_dpo.toml``."""
+    return _named().from_recipe("tiny_dpo")
+
+
+def tiny_reward_model() -> Any:
+    """``train_configs/tiny_reward_model.toml``."""
+    return _named().from_recipe("tiny_reward_model")
+
+
 def tiny_grpo() -> Any:
     """``train_configs/tiny_grpo.toml``."""
     return _named().from_recipe("tiny_grpo")

@@ -147,7 +147,7 @@ def test_torchtitan_finds_a_configuration_by_name_and_overrides_it():
     check_values(config, "rl")
 
 
-@pytest.mark.parametrize("name", ["tiny_pretrain", "tiny_grpo"])
+@pytest.mark.parametrize("name", ["tiny_pretrain", "tiny_grpo", "tiny_dpo", "tiny_reward_model"])
 def test_recipes_for_torchtitan_equal_the_files(name):
     config = parse("--config", name)
     expected = configure(*read_checked(str(ROOT / "train_configs" / f"{name}.toml"), []))

@@ -18,8 +18,12 @@ def test_shipped_schemas_and_reference_are_what_the_script_writes():
     assert {path.name for path in files} == {
         "rl.json",
         "supervised.json",
+        "preference.json",
+        "reward_model.json",
         "configuration_rl.md",
         "configuration_supervised.md",
+        "configuration_preference.md",
+        "configuration_reward_model.md",
     }
     stale = [path.name for path, text in files.items() if path.read_text(encoding="utf-8") != text]
     assert stale == [], "Run `python scripts/make_schemas.py`."

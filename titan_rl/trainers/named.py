@@ -23,6 +23,8 @@ from titan_rl.config.toml import Document
 from titan_rl.config.validation import find_errors
 from titan_rl.errors import ConfigError
 from titan_rl.trainers.configuration import RULES, configure
+from titan_rl.trainers.preference import PreferenceTrainer
+from titan_rl.trainers.reward_model import RewardModelTrainer
 from titan_rl.trainers.rl import RLTrainer
 from titan_rl.trainers.session import write_config
 from titan_rl.trainers.supervised import SupervisedTrainer
@@ -69,7 +71,46 @@ class NamedSupervisedTrainer(SupervisedTrainer):
         super().__init__(config)
 
 
-_NAMED = {"rl": NamedRLTrainer.Config, "supervised": NamedSupervisedTrainer.Config}
+class NamedPreferenceTrainer(PreferenceTrainer):
+    """The preference trainer, for a configuration that came by name."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PreferenceTrainer.Config):
+        """The keys of a preference run."""
+
+    def __init__(self, config: Config) -> None:
+        """Check what the command line changed, then build.
+
+        Raises:
+            ConfigError: a value is out of bounds, or the configuration contradicts itself.
+        """
+        _prepare(config, "preference")
+        super().__init__(config)
+
+
+class NamedRewardModelTrainer(RewardModelTrainer):
+    """The reward-model trainer, for a configuration that came by name."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RewardModelTrainer.Config):
+        """The keys of a reward-model run."""
+
+    def __init__(self, config: Config) -> None:
+        """Check what the command line changed, then build.
+
+        Raises:
+            ConfigError: a value is out of bounds, or the configuration contradicts itself.
+        """
+        _prepare(config, "reward_model")
+        super().__init__(config)
+
+
+_NAMED = {
+    "rl": NamedRLTrainer.Config,
+    "supervised": NamedSupervisedTrainer.Config,
+    "preference": NamedPreferenceTrainer.Config,
+    "reward_model": NamedRewardModelTrainer.Config,
+}
 
 
 def from_recipe(name: str) -> Any:
@@ -105,7 +146,7 @@ def check_values(config: Any, trainer: str) -> None:
 
     Args:
         config: The whole configuration.
-        trainer: ``rl`` or ``supervised``.
+        trainer: The root key ``trainer``.
 
     Raises:
         ConfigError: something is of a wrong type or out of bounds; all faults together.

@@ -69,6 +69,8 @@ class RewardModelTrainer(PairTrainer):
         path, assets = config.checkpoint.initial_load_path, config.model.hf_assets_path
         if path:
             has_head = load_value_checkpoint(self.policy, path)
+            # TorchTitan's checkpointer would load it once more, head and all.
+            self.checkpointer.initial_load_path = None
         elif has_hf_weights(assets):
             path, has_head = assets, load_hf(self.policy, self._adapter(), assets, has_scalar_head=True)
         elif config.model.allow_random_init:

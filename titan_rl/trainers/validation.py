@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan_rl.trainers import assembly, checks
+from titan_rl.config.choice import build, owner_of
+from titan_rl.trainers import assembly, checks, pair_checks
+
+_PAIRS = ("preference", "reward_model")
 
 
 def check_run(config: Any, trainer: str, *, world_size: int, opens_data: bool) -> None:
@@ -12,15 +15,22 @@ def check_run(config: Any, trainer: str, *, world_size: int, opens_data: bool) -
 
     Args:
         config: From :func:`titan_rl.trainers.configuration.configure`.
-        trainer: ``rl`` or ``supervised``.
+        trainer: The root key ``trainer``.
         world_size: Number of ranks of the run.
-        opens_data: Also read the prompts and encode each once (RL).
+        opens_data: Also read the prompts or preferences and encode each once (not in supervised runs).
 
     Raises:
         ConfigError: the configuration contradicts itself or the files it names.
     """
     if trainer == "supervised":
         checks.check_supervised_config(config, world_size=world_size)
+        return
+    if trainer in _PAIRS:
+        device_type = assembly.device_type()
+        pair_checks.check_pair_config(config, world_size=world_size, device_type=device_type)
+        if opens_data:
+            owner: Any = owner_of(type(config))
+            owner.open_data(config, build(config.loss), seed=config.debug.seed or 0)
         return
     checks.check_config(config, world_size=world_size, device_type=assembly.device_type())
     if opens_data:
@@ -32,10 +42,11 @@ def describe(config: Any, trainer: str, *, world_size: int) -> list[str]:
 
     Args:
         config: A configuration that passed :func:`check_run`.
-        trainer: ``rl`` or ``supervised``.
+        trainer: The root key ``trainer``.
         world_size: Number of ranks of the run.
     """
-    numbers = _rl_numbers(config, world_size) if trainer == "rl" else _supervised_numbers(config, world_size)
+    counts = {"rl": _rl_numbers, "supervised": _supervised_numbers} | dict.fromkeys(_PAIRS, _pair_numbers)
+    numbers = counts[trainer](config, world_size)
     numbers = {"device": f"{assembly.device_type()}, {world_size} rank(s)"} | numbers
     return [f"{name + ':':<22} {value}" for name, value in numbers.items()]
 
@@ -73,6 +84,18 @@ def _supervised_numbers(config: Any, world_size: int) -> dict[str, Any]:
         "optimiser steps": training.steps,
         "rows": f"{rows} of {training.seq_len} tokens per step",
         "tokens": f"at most {rows * training.seq_len * training.steps}",
+    }
+
+
+def _pair_numbers(config: Any, world_size: int) -> dict[str, Any]:
+    training, preferences = config.training, config.data.preferences_per_step
+    share = _ceil(preferences, checks.data_parallel_degree(config.parallelism, world_size))
+    return {
+        "optimiser steps": training.steps,
+        "preferences": f"{preferences} per step, {preferences * training.steps} in all",
+        # Each completion is at most one row, and both of a pair are in one micro-batch.
+        "rows": f"at most {2 * share} of {training.seq_len} tokens per rank and step",
+        "micro-batches": f"at most {share} per rank and step, of {training.local_batch_size} row(s)",
     }
 
 
