@@ -29,13 +29,12 @@ def chunked_divergence(
     top_k: int = 0,
     chunk_tokens: int = 1024,
 ) -> torch.Tensor:
-    r"""KL divergence per token between a policy ``p`` and a teacher ``q``, over the whole vocabulary or
-    parts.
+    r"""KL divergence per token between a policy ``p`` and a teacher ``q``, over all tokens or the largest.
 
     With ``z = hidden @ weight.T / temperature``, ``p = softmax(z)``, and ``q`` of the teacher likewise::
 
-        reverse = KL(p || q) = sum_v p_v (log p_v - log q_v)      d / d z_v = p_v (log p_v - log q_v -
-        reverse) forward = KL(q || p) = sum_v q_v (log q_v - log p_v)      d / d z_v = p_v - q_v
+        reverse = KL(p || q) = sum_v p_v (log p_v - log q_v)      d/dz_v = p_v (log p_v - log q_v - reverse)
+        forward = KL(q || p) = sum_v q_v (log q_v - log p_v)      d/dz_v = p_v - q_v
 
     These are the divergences of Agarwal et al. 2024 (GKD, arXiv 2306.13649, section 2); the tokens at which
     they are taken come from the caller. Both are exact sums over the vocabulary, not estimates from the

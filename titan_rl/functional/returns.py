@@ -39,8 +39,10 @@ def discounted_returns(
 
     Args:
         rewards: ``[B, T]``, usually 0 but at a sample's last trained token. Not looked at outside
-        ``loss_mask``. loss_mask: ``[B, T]`` bool, True where a token is trained. sample_index: ``[B, T]``
-        int64, constant on a sample, -1 in the padding. gamma: Discount per trained token, in [0, 1].
+            ``loss_mask``.
+        loss_mask: ``[B, T]`` bool, True where a token is trained.
+        sample_index: ``[B, T]`` int64, constant on a sample, -1 in the padding.
+        gamma: Discount per trained token, in [0, 1].
 
     Returns:
         ``[B, T]``, no grad, 0 where a token is not trained.
@@ -81,11 +83,14 @@ def gae(
     (:mod:`titan_rl.functional.whitening`).
 
     Args:
-        rewards: ``[B, T]``. Not looked at outside ``loss_mask``. values: ``[B, T]`` the critic's value of the
-        state in which the token was sampled, i.e. before it. loss_mask: ``[B, T]`` bool, True where a token
-        is trained. sample_index: ``[B, T]`` int64, constant on a sample, -1 in the padding. gamma: Discount
-        per trained token, in [0, 1]. lambda_policy: For the advantages: a number in [0, 1] or ``[B, T]``, as
-        :func:`length_adaptive_lambda`. lambda_critic: For the returns, likewise; None for that of the policy.
+        rewards: ``[B, T]``. Not looked at outside ``loss_mask``.
+        values: ``[B, T]`` the critic's value of the state in which the token was sampled, i.e. before it.
+        loss_mask: ``[B, T]`` bool, True where a token is trained.
+        sample_index: ``[B, T]`` int64, constant on a sample, -1 in the padding.
+        gamma: Discount per trained token, in [0, 1].
+        lambda_policy: For the advantages: a number in [0, 1] or ``[B, T]``, as
+            :func:`length_adaptive_lambda`.
+        lambda_critic: For the returns, likewise; None for that of the policy.
 
     Returns:
         Advantages, not whitened, and returns.
