@@ -1,0 +1,410 @@
+"""One optimiser step of every named algorithm, in any layout and on any number of ranks, and planted faults.
+
+tests/numerics/test_algorithm_invariance.py computes with it in one process; test_algorithms_two_ranks.py runs
+``torchrun ... algorithms_worker.py DIRECTORY``, of which rank 0 writes ``world<N>.safetensors`` and
+``world<N>.json``.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torchtitan.distributed import utils as dist_utils
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.distributed import fsdp_worker
+from tests.distributed.fsdp_worker import TEMPERATURE, VOCAB, build, full
+from titan_rl.algorithms import registries
+from titan_rl.algorithms.corrections import (
+    MaskedTokens,
+    RejectNegativeSamples,
+    RejectSamplesByGeometricMean,
+    RejectSamplesByMeanK3,
+    RejectTokens,
+    TruncatedSamples,
+    TruncatedTokens,
+)
+from titan_rl.algorithms.penalties import EntropyBonus
+from titan_rl.algorithms.preset import AlgorithmPreset
+from titan_rl.batching.micro_batch import MicroBatch
+from titan_rl.batching.pack import pack
+from titan_rl.config.choice import build as build_part
+from titan_rl.config.registry import resolve
+from titan_rl.policy.critic import Critic, build_critic
+from titan_rl.policy.teacher import Teacher
+from titan_rl.policy.token_scores import LogprobScorer
+from titan_rl.rollout.samples import to_samples
+from titan_rl.titan import device
+from titan_rl.titan.collectives import Collectives
+from titan_rl.titan.models import build_sibling, copy_shards
+from titan_rl.titan.weights import load_hf
+from titan_rl.trainers.credit import Credit
+from titan_rl.trainers.optimization import StepBatch, align_ranks, forward_backward, reduce_metrics
+from titan_rl.types import Completion, FinishReason, Group, Message, Prompt, Reward, Rollout, Sample, Turn
+
+NAMES = tuple(registries.ALGORITHMS)
+LAYOUTS = ("eight_of_one", "one_of_eight", "packed")
+# Tokens of prompt and completion of every rollout: three groups, uneven throughout, eight rollouts.
+GROUPS = (((2, 10), (2, 1), (2, 6)), ((1, 4), (1, 16), (1, 2)), ((3, 5), (3, 8)))
+REWARDS = ((1.0, 0.0, 0.25), (2.0, -0.5, 0.75), (0.0, 1.5))
+LONGEST = max(p + c for group in GROUPS for p, c in group)
+COEFFICIENT = 0.1
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "dapo": {"correction": TruncatedTokens.Config(cap=1.05)},
+    "dr_grpo": {"correction": TruncatedSamples.Config(cap=1.05)},
+    "cispo": {"correction": MaskedTokens.Config(low=0.9, high=1.1)},
+    "sapo": {"correction": TruncatedTokens.Config(), "rejection": RejectTokens.Config(low=0.9, high=1.1)},
+    "gmpo": {"rejection": RejectSamplesByGeometricMean.Config(low=0.98, high=1.02)},
+    "rloo": {"rejection": RejectSamplesByMeanK3.Config(max_kl=0.005)},
+    "reinforce_pp": {"rejection": RejectNegativeSamples.Config(max_kl=0.02)},
+}
+ENTROPY = {"grpo": 0.05, "ppo": 0.02}
+
+
+def write_model(directory: Path) -> None:
+    """A random model, its norms not all one."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(directory / "model")
+
+
+def make_groups() -> list[Group]:
+    """The same on every rank; siblings share their prompt."""
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(VOCAB - 1, (count,), generator=generator).tolist())
+
+    def rollout(prompt: Prompt, start: tuple[int, ...], length: int, sample: int, reward: float) -> Rollout:
+        completion = Completion("r", tokens(length), (0.0,) * length, FinishReason.STOP, ((0, 0),))
+        return Rollout(prompt, sample, 0, [Turn(start, completion, "")], Reward(reward))
+
+    groups = []
+    for index, (lengths, rewards) in enumerate(zip(GROUPS, REWARDS, strict=True)):
+        prompt = Prompt(f"p{index}", (Message("user", "x"),))
+        start = tokens(lengths[0][0])
+        rollouts = [
+            rollout(prompt, start, length, sample, reward)
+            for sample, ((_, length), reward) in enumerate(zip(lengths, rewards, strict=True))
+        ]
+        group = Group(prompt, index, rollouts, start)
+        group.baseline = rollout(prompt, start, 3, 0, 0.4)
+        groups.append(group)
+    return groups
+
+
+def preset_of(name: str) -> AlgorithmPreset:
+    """The named algorithm with its penalty on, and with a correction or an entropy bonus for some."""
+    preset = resolve(name, registries.ALGORITHMS, "algorithm.type")()
+    loss: Any = preset.loss
+    loss.kl.coefficient = COEFFICIENT
+    loss.entropy = EntropyBonus.Config(coefficient=ENTROPY.get(name, 0.0))
+    for part, config in CORRECTIONS.get(name, {}).items():
+        setattr(loss, part, config)
+    return preset
+
+
+def lay_out(samples: Sequence[Sample], layout: str) -> list[MicroBatch]:
+    """Micro-batches of these samples."""
+    if layout == "packed":
+        return pack(samples, [0.0] * len(samples), token_budget=24, rows_per_micro_batch=1)
+    rows = {"eight_of_one": 1, "one_of_eight": 8}[layout]
+    return [_padded(samples, start, start + rows) for start in range(0, len(samples), rows)]
+
+
+def _padded(samples: Sequence[Sample], start: int, stop: int) -> MicroBatch:
+    """One sample a row, without packing."""
+    options: Any = {"token_budget": LONGEST, "rows_per_micro_batch": 1, "pad_to": "token_budget"}
+    alone = [pack([sample], [0.0], **options)[0] for sample in samples[start:stop]]
+    names = ("input_ids", "positions", "targets", "loss_mask", "generator_logprobs", "advantages")
+    index = torch.cat([row.sample_index for row in alone])
+    numbers = torch.arange(start, start + len(alone))[:, None]
+    return MicroBatch(
+        **{name: torch.cat([getattr(row, name) for row in alone]) for name in names},
+        sample_index=torch.where(index >= 0, numbers, -1),
+        document_lengths=[row.document_lengths[0] for row in alone],
+    )
+
+
+@dataclasses.dataclass
+class Step:
+    """What a step of one algorithm gave: its loss, its metrics and whole gradients by parameter."""
+
+    loss: float
+    metrics: dict[str, float]
+    gradients: dict[str, torch.Tensor]
+
+
+class Setup:
+    """A policy, a reference, a teacher and a critic of other weights, and steps of any algorithm."""
+
+    def __init__(self, directory: Path) -> None:
+        self.rank = build(directory / "model")
+        load_hf(self.rank.policy, self.rank.adapter, str(directory / "model"))
+        self.rank.policy._skip_lm_head = True
+        self.rank.config.activation_checkpoint = None
+        self.collectives = Collectives(self.rank.parallel_dims, torch.device("cpu"))
+        self.prepare: Callable[[MicroBatch], Any] = self.rank.prepare_inputs
+        self.groups = make_groups()
+        reference, teacher = self._changed(0.05), self._changed(0.1)
+        self.teacher = Teacher(
+            Teacher.Config(), model=teacher, vocab_size=VOCAB, temperature=TEMPERATURE, prepare=self._prepare
+        )
+        shape = len(self.groups), max(map(len, GROUPS)), LONGEST
+        generator = torch.Generator().manual_seed(4)
+
+        def noise(scale: float) -> torch.Tensor:
+            return scale * torch.randn(shape, generator=generator)
+
+        # By group, sample and position, so that they belong to the token.
+        self.tables = {"old": self._scores(self.rank.policy) + noise(0.4), "ref": self._scores(reference)}
+        self.tables["generator"] = self.tables["old"] + noise(0.1)
+        self.tables["value"] = noise(1.0)
+
+    @cached_property
+    def critic(self) -> Critic:
+        config = Critic.Config(head_init_std=0.3)
+        return build_critic(
+            config,
+            self.rank,
+            prepare=self._prepare,
+            collectives=self.collectives,
+            seed=11,
+            total_steps=10,
+        )
+
+    def _prepare(self, micro_batch: MicroBatch) -> Any:
+        return self.prepare(micro_batch)
+
+    def _changed(self, scale: float) -> torch.nn.Module:
+        model: Any = build_sibling(self.rank)
+        copy_shards(self.rank.policy, model)
+        for index, parameter in enumerate(model.parameters()):
+            with torch.no_grad():
+                fsdp_worker._shard(parameter).mul_(1.0 + scale * (index % 5))
+        model._skip_lm_head = True
+        return model.requires_grad_(False)
+
+    def _scores(self, model: torch.nn.Module) -> torch.Tensor:
+        """Log-probabilities of all groups' tokens, by group, sample and position. Every rank scores all."""
+        scorer = LogprobScorer(
+            model, temperature=TEMPERATURE, prepare=self.rank.prepare_inputs, context=self.rank.train_context
+        )
+        samples = to_samples(self.groups)
+        (micro_batch,) = lay_out(samples, "one_of_eight")
+        table = torch.zeros(len(self.groups), max(map(len, GROUPS)), LONGEST)
+        values = scorer(micro_batch)
+        for row, sample in enumerate(samples):
+            table[sample.group_index, sample.sample_index] = values[row]
+        return table
+
+    def batch(self, name: str, layout: str, *, only: int | None = None) -> StepBatch:
+        """This rank's groups in a layout, scored, with the advantages of the algorithm.
+
+        Args:
+            name: Of the algorithm.
+            layout: One of ``LAYOUTS``.
+            only: The rank that has all groups; by default they are shared.
+        """
+        mine = self.groups[self.collectives.data_rank :: self.collectives.data_size]
+        if only is not None:
+            mine = self.groups if self.collectives.data_rank == only else []
+        samples = to_samples(mine)
+        batch = align_ranks(
+            lay_out(samples, layout),
+            num_samples=len(samples),
+            collectives=self.collectives,
+            device=self.rank.device,
+        )
+        batch.samples = samples
+        batch.micro_batches = [
+            dataclasses.replace(m, generator_logprobs=self._look_up("generator", m, samples))
+            for m in batch.micro_batches
+        ]
+        for key in ("old", "ref"):
+            setattr(batch, f"{key}_logprobs", [self._look_up(key, m, samples) for m in batch.micro_batches])
+        preset = preset_of(name)
+        advantage, loss_fn = build_part(preset.advantage), preset.loss.build()
+        if advantage.needs.critic:
+            batch.values = [
+                self.critic(m) * m.loss_mask + self._look_up("value", m, samples) for m in batch.micro_batches
+            ]
+        credit = Credit(
+            advantage,
+            preset.shaping,
+            kl_in_reward=loss_fn.kl if loss_fn.kl.is_in_reward else None,
+            max_tokens=LONGEST,
+            collectives=self.collectives,
+        )
+        credit.assign(mine, [batch])
+        return batch
+
+    def _look_up(self, name: str, micro_batch: MicroBatch, samples: Sequence[Sample]) -> torch.Tensor:
+        """``[B, T]`` of a table: what belongs to each trained token."""
+        places = torch.tensor([[s.group_index, s.sample_index] for s in samples] or [[0, 0]])
+        place = places[micro_batch.sample_index.clamp(min=0)]
+        position = micro_batch.positions.clamp(max=LONGEST - 1)
+        return torch.where(
+            micro_batch.loss_mask, self.tables[name][place[..., 0], place[..., 1], position], 0.0
+        )
+
+    def step(self, name: str, batch: StepBatch) -> Step:
+        """Loss, metrics and gradients of policy and critic."""
+        return self._taken(batch, self._backward(name, batch))
+
+    def _backward(self, name: str, batch: StepBatch) -> list[dict[str, torch.Tensor]]:
+        preset = preset_of(name)
+        parts = forward_backward(
+            self.rank.policy,
+            preset.loss.build(),
+            batch,
+            temperature=TEMPERATURE,
+            max_tokens=LONGEST,
+            prepare=self._prepare,
+            context=self.rank.train_context,
+            teacher=self.teacher if preset.loss.distillation.coefficient > 0 else None,
+        )
+        if batch.returns:
+            held = [p.grad for p in self.critic.model.parameters()]  # accumulate() starts from none
+            self.critic.accumulate(
+                batch.micro_batches,
+                returns=batch.returns,
+                old_values=batch.values,
+                num_loss_tokens=batch.num_loss_tokens,
+            )
+            for parameter, before in zip(self.critic.model.parameters(), held, strict=True):
+                if before is not None:
+                    parameter.grad += before
+        return parts
+
+    def _taken(self, batch: StepBatch, parts: list[dict[str, torch.Tensor]]) -> Step:
+        metrics = reduce_metrics(parts, batch, self.collectives)
+        gradients = {n: full(p.grad) for n, p in self.rank.policy.named_parameters()}
+        self.rank.policy.zero_grad()
+        if batch.returns:
+            gradients |= {f"critic.{n}": full(p.grad) for n, p in self.critic.model.named_parameters()}
+            self.critic.model.zero_grad()
+        return Step(metrics["loss/loss"], metrics, gradients)
+
+    # ------------------------------------------------------------------------------------ planted faults
+
+    def mean_per_micro_batch(self, name: str, batch: StepBatch) -> Step:
+        """Every micro-batch is a mean of its own, and the step is the mean of those."""
+        parts, count = [], len(batch.micro_batches)
+        for i, micro_batch in enumerate(batch.micro_batches):
+            tokens = self.collectives.reduce_scalar(micro_batch.num_loss_tokens, "sum")
+            samples = self.collectives.reduce_scalar(
+                len(micro_batch.sample_index[micro_batch.loss_mask].unique()), "sum"
+            )
+            part = StepBatch(
+                [micro_batch],
+                num_loss_tokens=int(tokens) * count,
+                num_samples=int(samples) * count,
+                num_computed_tokens=batch.num_computed_tokens,
+                **{
+                    key: getattr(batch, key)[i : i + 1]
+                    for key in ("old_logprobs", "ref_logprobs", "values", "returns")
+                },
+            )
+            parts += self._backward(name, part)
+        return self._taken(batch, parts)
+
+    def local_counts(self, name: str, batch: StepBatch) -> Step:
+        """The counts are those of the rank, and the step is the mean of the ranks."""
+        size = self.collectives.data_size
+        faulty = dataclasses.replace(
+            batch,
+            num_loss_tokens=sum(m.num_loss_tokens for m in batch.micro_batches) * size,
+            num_samples=len(batch.samples) * size,
+        )
+        return self.step(name, faulty)
+
+    def leaking(self, name: str, batch: StepBatch) -> Step:
+        """Attention sees one document a row. Positions within documents stay right."""
+
+        def prepare(micro_batch: MicroBatch) -> Any:
+            inputs, kwargs = self.rank.prepare_inputs(micro_batch)
+            row = torch.arange(micro_batch.positions.shape[1]).expand_as(micro_batch.positions)
+            return inputs, kwargs | {"attention_masks": self.rank.policy.get_attention_masks(row)}
+
+        self.prepare = prepare
+        try:
+            return self.step(name, batch)
+        finally:
+            self.prepare = self.rank.prepare_inputs
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[Setup]:
+    """This process as the only rank."""
+    device.install()
+    backend, threads = dist_utils.get_spmd_backend(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+    try:
+        yield Setup(directory)
+    finally:
+        dist.destroy_process_group()
+        fsdp_worker.parallel_dims.cache_clear()
+        dist_utils.set_spmd_backend(backend)
+        torch.set_num_threads(threads)
+
+
+def unequal(a: Step, b: Step) -> list[str]:
+    """Names of the gradients that are not equal in the design's sense."""
+    assert a.gradients.keys() == b.gradients.keys()
+    return [
+        name
+        for name, expected in b.gradients.items()
+        if (a.gradients[name] - expected).norm() > 1e-5 * expected.norm() + 1e-8
+    ]
+
+
+def run(directory: Path) -> None:
+    """Every algorithm on this rank; rank 0 writes."""
+    setup, tensors, rest = Setup(directory), dict[str, torch.Tensor](), dict[str, Any]()
+    for name in NAMES:
+        batch = setup.batch(name, "packed")
+        steps = {
+            "packed": setup.step(name, batch),
+            "one_rank_empty": setup.step(name, setup.batch(name, "packed", only=0)),
+            "local_counts": setup.local_counts(name, batch),
+        }
+        for case, step in steps.items():
+            tensors |= {f"{name}/{case}/{key}": value for key, value in step.gradients.items()}
+            rest[f"{name}/{case}"] = {"loss": step.loss, "metrics": step.metrics}
+    if dist.get_rank() == 0:
+        stem = directory / f"world{dist.get_world_size()}"
+        save_file({key: value.contiguous() for key, value in tensors.items()}, f"{stem}.safetensors")
+        Path(f"{stem}.json").write_text(json.dumps(rest))
+
+
+if __name__ == "__main__":
+    device.install()
+    dist.init_process_group("gloo")
+    run(Path(sys.argv[1]))
+    dist.destroy_process_group()

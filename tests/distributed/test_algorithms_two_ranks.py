@@ -1,0 +1,62 @@
+"""A step of every algorithm on two gloo ranks of FSDP against one rank: losses, metrics and all gradients.
+
+The computation is in algorithms_worker.py: once under torchrun with two ranks, packed, and once in this
+process, padded. "Equal": per tensor ``||a - b|| <= 1e-5 ||b|| + 1e-8``, in fp32.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.distributed import algorithms_worker
+from tests.distributed.algorithms_worker import NAMES, Step, unequal
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("algorithms")
+    algorithms_worker.write_model(directory)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    root = Path(__file__).parents[2]
+    subprocess.run(
+        [sys.executable, *command, str(Path(algorithms_worker.__file__)), str(directory)],
+        check=True,
+        timeout=900,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TITAN_RL_DEVICE": "cpu", "PYTHONPATH": str(root)},
+    )
+    with algorithms_worker.alone(directory) as setup:
+        expected = {name: setup.step(name, setup.batch(name, "one_of_eight")) for name in NAMES}
+    return SimpleNamespace(
+        expected=expected,
+        tensors=load_file(directory / "world2.safetensors"),
+        rest=json.loads((directory / "world2.json").read_text()),
+    )
+
+
+def step(launch, name, case) -> Step:
+    prefix, rest = f"{name}/{case}/", launch.rest[f"{name}/{case}"]
+    gradients = {k.removeprefix(prefix): v for k, v in launch.tensors.items() if k.startswith(prefix)}
+    return Step(rest["loss"], rest["metrics"], gradients)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", ["packed", "one_rank_empty"])
+def test_two_ranks_give_the_loss_metrics_and_gradients_of_one(launch, name, case):
+    got, expected = step(launch, name, case), launch.expected[name]
+    assert unequal(got, expected) == []
+    assert got.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-7)
+    assert got.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_planted_fault_counts_that_are_local_to_the_rank_are_noticed(launch, name):
+    expected = launch.expected[name]
+    assert len(unequal(step(launch, name, "local_counts"), expected)) == len(expected.gradients)
