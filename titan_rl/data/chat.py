@@ -152,20 +152,68 @@ class PromptEncoder:
                 None,
                 "Set answer_column in [data.source].",
             )
-        end = self.eos_token_id
-        if end is None:
-            if not self.stop_token_ids:
-                raise ConfigError(
-                    str(self._directory),
-                    "define an end-of-sequence token",
-                    None,
-                    "Set eos_token in its config.",
-                )
-            end = self.stop_token_ids[0]
         prompt_ids = self.encode(prompt.messages)
-        answer_ids = self._tokenizer(prompt.answer, add_special_tokens=False)["input_ids"]
-        trained = [*answer_ids, end]
+        trained = [*self._encode_alone(prompt.answer), self._end()]
         return prompt_ids + trained, [False] * len(prompt_ids) + [True] * len(trained)
+
+    def encode_conversation(self, prompt: Prompt) -> list[tuple[list[int], list[bool]]]:
+        """Return the supervised sequences in which every assistant message, and the answer, is trained once.
+
+        Usually one: the template renders what was said so far unchanged when the conversation goes on, with
+        an end of sequence behind each reply. Where it does not (some templates drop earlier reasoning), the
+        next reply starts another sequence, so that each is trained behind exactly the tokens that
+        :meth:`encode` gives for the messages before it. Without a chat template nothing marks earlier
+        replies: they are prompt, as in :meth:`encode_with_answer`.
+
+        Returns:
+            Pairs as from :meth:`encode_with_answer`.
+
+        Raises:
+            ConfigError: As :meth:`encode_with_answer`, or the template refuses the messages.
+        """
+        replies = [i for i, message in enumerate(prompt.messages) if message.role == "assistant"]
+        if not (replies and self.uses_chat_template) or prompt.answer is None:
+            return [self.encode_with_answer(prompt)]
+        messages = [*prompt.messages, Message("assistant", prompt.answer)]
+        documents: list[tuple[list[int], list[bool]]] = []
+        said = None  # the text of the last sequence
+        for index in [*replies, len(prompt.messages)]:
+            before, content = self.render(messages[:index]), messages[index].content
+            between: list[int] = []
+            if said is not None and before.startswith(said):
+                between = self._encode_alone(before[len(said) :])
+            if between and between[0] in self.stop_token_ids:
+                ids, trained = documents[-1]
+                ids += between
+                trained += [True] + [False] * (len(between) - 1)
+            else:
+                ids = self._encode_texts([before])[0]
+                trained = [False] * len(ids)
+                documents.append((ids, trained))
+            reply = self._encode_alone(content)
+            ids += reply
+            trained += [True] * len(reply)
+            said = before + content
+        for ids, trained in documents:
+            ids.append(self._end())
+            trained.append(True)
+        return documents
+
+    def _encode_alone(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _end(self) -> int:
+        """The token that ends a reply."""
+        if self.eos_token_id is not None:
+            return self.eos_token_id
+        if not self.stop_token_ids:
+            raise ConfigError(
+                str(self._directory),
+                "define an end-of-sequence token",
+                None,
+                "Set eos_token in its config.",
+            )
+        return self.stop_token_ids[0]
 
     def _encode_texts(self, texts: list[str]) -> list[list[int]]:
         if not texts:

@@ -25,10 +25,15 @@ class RowConfig:
     """Which columns hold what, and which rows are held out. Shared by all datasets that are files."""
 
     prompt_column: str | None = None
-    """Column of text that becomes one user message. Set this or ``messages_column``."""
+    """Column of text that becomes one user message. Set this, ``messages_column`` or
+    ``conversation_column``."""
 
     messages_column: str | None = None
     """Column with a list of ``{"role": ..., "content": ...}`` that ends before the reply."""
+
+    conversation_column: str | None = None
+    """Column with a list of messages that ends with the assistant's reply, which is the answer. For
+    supervised runs."""
 
     answer_column: str | None = None
     """Column with the reference answer, text or a number. Leave it out for tasks without one."""
@@ -102,13 +107,21 @@ class RowReader:
         Raises:
             ConfigError: The columns or the pattern make no sense.
         """
-        if (config.prompt_column is None) == (config.messages_column is None):
-            got = [config.prompt_column, config.messages_column]
+        named = [config.prompt_column, config.messages_column, config.conversation_column]
+        count = sum(name is not None for name in named)
+        if count != 1:
             raise ConfigError(
                 "data.source",
-                "set exactly one of prompt_column and messages_column",
-                "neither" if got == [None, None] else "both of them",
+                "set exactly one of prompt_column, messages_column and conversation_column",
+                ("neither", "one", "two of them", "all of them")[count],
                 'Write for example prompt_column = "question".',
+            )
+        if config.conversation_column is not None and config.answer_column is not None:
+            raise ConfigError(
+                "data.source.answer_column",
+                "be left out with data.source.conversation_column, whose last message is the answer",
+                config.answer_column,
+                "Remove one of the two.",
             )
         self._config = config
         self._pattern = _compile(config)
@@ -117,7 +130,13 @@ class RowReader:
     def columns(self) -> list[str]:
         """The columns that are read, each once."""
         config = self._config
-        named = [config.prompt_column, config.messages_column, config.answer_column, config.id_column]
+        named = [
+            config.prompt_column,
+            config.messages_column,
+            config.conversation_column,
+            config.answer_column,
+            config.id_column,
+        ]
         return list(dict.fromkeys([name for name in named if name is not None] + config.metadata_columns))
 
     def prompt(self, source: RowSource, index: int) -> Prompt:
@@ -135,14 +154,24 @@ class RowReader:
             if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
                 raise wrong_value(where, config.id_column, "be text (not empty) or a whole number", value)
             name = str(value)
+        messages, answer = self._content(row, where)
+        metadata = {column: _json(row[column], where, column) for column in config.metadata_columns}
+        return Prompt(id=name, messages=messages, answer=answer, metadata=metadata)
+
+    def _content(self, row: Mapping[str, Any], where: str) -> tuple[tuple[Message, ...], str | None]:
+        """The messages of the prompt, and the answer."""
+        config = self._config
+        if config.conversation_column is not None:
+            column = config.conversation_column
+            *messages, reply = read_messages(row[column], where, column, ends_with_reply=True)
+            if not messages:
+                raise wrong_value(where, column, "hold a message before the reply", row[column])
+            return tuple(messages), reply.content
         if config.prompt_column is not None:
             text = read_text(row[config.prompt_column], where, config.prompt_column)
-            messages: tuple[Message, ...] = (Message("user", text),)
-        else:
-            column = cast("str", config.messages_column)
-            messages = read_messages(row[column], where, column)
-        metadata = {column: _json(row[column], where, column) for column in config.metadata_columns}
-        return Prompt(id=name, messages=messages, answer=self._answer(row, where), metadata=metadata)
+            return (Message("user", text),), self._answer(row, where)
+        column = cast("str", config.messages_column)
+        return read_messages(row[column], where, column), self._answer(row, where)
 
     def _answer(self, row: Mapping[str, Any], where: str) -> str | None:
         column = self._config.answer_column
@@ -278,7 +307,8 @@ def read_messages(
             f"{where}: {column}",
             "end before the reply",
             "an assistant message at the end",
-            "Remove the last message of every row; the policy writes it.",
+            "Remove the last message of every row; the policy writes it. In a supervised run name "
+            "conversation_column instead.",
         )
     return tuple(messages)
 

@@ -155,6 +155,67 @@ def test_a_supervised_sequence_needs_an_answer():
         encoder().encode_with_answer(user("a"))
 
 
+CONVERSATION = Prompt(
+    "p",
+    (Message("user", "1+1"), Message("assistant", "2"), Message("user", "+3"), Message("assistant", "")),
+    answer="55",
+)
+
+
+def test_every_assistant_turn_is_trained_with_its_end_and_nothing_else():
+    ((ids, loss_mask),) = encoder().encode_conversation(CONVERSATION)
+    turns = [BOS, USER, *chars("1+1"), ASSISTANT, char("2"), EOS, USER, *chars("+3"), ASSISTANT, EOS]
+    assert ids == [*turns, ASSISTANT, *chars("55"), EOS]
+    trained = [index for index, is_trained in enumerate(loss_mask) if is_trained]
+    assert [ids[index] for index in trained] == [char("2"), EOS, EOS, *chars("55"), EOS]
+    assert trained[1] == trained[0] + 1 == 7
+
+
+def test_each_reply_of_a_conversation_stands_behind_the_tokens_that_the_policy_would_see():
+    coder = encoder(system_prompt="S")
+    ((ids, loss_mask),) = coder.encode_conversation(CONVERSATION)
+    for count in (1, 3, 4):
+        before = coder.encode(CONVERSATION.messages[:count])
+        assert ids[: len(before)] == before
+        assert count == 4 or loss_mask[len(before)]
+
+
+def test_a_template_that_renders_earlier_turns_anew_gives_one_sequence_per_reply(variant):
+    # Earlier replies are shortened to their last character, as templates shorten reasoning.
+    template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'][-1:] if m['role'] == 'assistant' "
+        "else m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}<assistant>"
+    )
+    prompt = Prompt("p", (Message("user", "a"), Message("assistant", "xyz"), Message("user", "b")), "w")
+    coder = encoder(variant(template=template))
+    first, second = coder.encode_conversation(prompt)
+    assert first == ([USER, char("a"), ASSISTANT, *chars("xyz"), EOS], [False] * 3 + [True] * 4)
+    ids = [USER, char("a"), ASSISTANT, char("z"), EOS, USER, char("b"), ASSISTANT, char("w"), EOS]
+    assert second == (ids, [False] * 8 + [True] * 2)
+    kept = Prompt("p", (Message("user", "a"), Message("assistant", "x"), Message("user", "b")), "w")
+    assert len(coder.encode_conversation(kept)) == 1
+
+
+def test_without_a_mark_of_its_end_a_reply_does_not_run_into_the_next_turn(variant):
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+    prompt = Prompt("p", (Message("user", "a"), Message("assistant", "x"), Message("user", "b")), "w")
+    first, second = encoder(variant(template=template)).encode_conversation(prompt)
+    assert first[0] == [USER, char("a"), ASSISTANT, char("x"), EOS]
+    assert second[0] == [USER, char("a"), ASSISTANT, char("x"), USER, char("b"), ASSISTANT, char("w"), EOS]
+    assert sum(second[1]) == 2
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_one_turn_or_no_template_gives_the_sequence_of_the_answer(template):
+    coder = encoder(use_chat_template=template)
+    single = user("1+1", answer="2")
+    assert coder.encode_conversation(single) == [coder.encode_with_answer(single)]
+    if not template:
+        assert coder.encode_conversation(CONVERSATION) == [coder.encode_with_answer(CONVERSATION)]
+    with pytest.raises(ConfigError, match="Prompt p must have a reference answer"):
+        coder.encode_conversation(user("a"))
+
+
 def test_fits_counts_every_token_of_the_template():
     assert encoder(max_prompt_tokens=5).fits(user("ab"))  # <bos> <user> a b <assistant>
     assert not encoder(max_prompt_tokens=5).fits(user("abc"))

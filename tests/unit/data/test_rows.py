@@ -115,7 +115,13 @@ def test_ids_come_from_the_id_column():
         ({"m": [{"role": None, "content": "x"}]}, {"messages_column": "m"}, "m[0].role must be text; got"),
         ({"m": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
          {"messages_column": "m"}, "memory:0: m must end before the reply"),
-        ({}, {}, "data.source must set exactly one of prompt_column and messages_column; got 'neither'"),
+        ({}, {}, "set exactly one of prompt_column, messages_column and conversation_column; got 'neither'"),
+        ({}, {"prompt_column": "q", "conversation_column": "m"}, "got two of them"),
+        ({}, {"conversation_column": "m", "answer_column": "a"}, "data.source.answer_column must be left out"),
+        ({"m": [{"role": "user", "content": "x"}]},
+         {"conversation_column": "m"}, "memory:0: m must end with an assistant message"),
+        ({"m": [{"role": "assistant", "content": "x"}]},
+         {"conversation_column": "m"}, "memory:0: m must hold a message before the reply"),
         ({}, {"prompt_column": "q", "messages_column": "m"}, "exactly one of prompt_column"),
         ({}, {"prompt_column": "q", "answer_pattern": "(.)"}, "must stand next to data.source.answer_column"),
         ({}, {"prompt_column": "q", "answer_column": "a", "answer_pattern": "(."}, "be a regular expression"),
@@ -125,6 +131,17 @@ def test_ids_come_from_the_id_column():
 def test_what_is_wrong_with_a_row_is_said_with_its_place_and_field(row, config, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         read(row, **config)
+
+
+def test_the_last_message_of_a_conversation_is_the_answer():
+    turns = [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    prompt = read(
+        {"m": [{"role": role, "content": text} for role, text in turns], "level": 2},
+        conversation_column="m",
+        metadata_columns=["level"],
+    )
+    assert prompt.messages == tuple(Message(role, text) for role, text in turns[:4])
+    assert (prompt.answer, prompt.metadata) == ("d", {"level": 2})
 
 
 @settings(max_examples=50, deadline=None)
