@@ -7,13 +7,18 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models import llama3
 
 from tests.distributed.fsdp_worker import FSDP, HSDP, LENGTHS, LONGEST, build, full, lay_out
 from titan_rl.batching.micro_batch import MicroBatch
@@ -21,8 +26,11 @@ from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.policy.critic import Critic, build_critic
 from titan_rl.policy.token_scores import fsdp_modules
 from titan_rl.titan import device
+from titan_rl.titan.attention import use_cpu_attention
 from titan_rl.titan.collectives import Collectives
+from titan_rl.titan.init import copy_full
 from titan_rl.titan.sections import OptimizerSection
+from titan_rl.titan.value_model import build_value_model, token_values
 from titan_rl.titan.weights import load_hf
 from titan_rl.trainers.optimization import StepBatch, align_ranks
 
@@ -271,6 +279,40 @@ def check_not_finite(directory: Path) -> dict[str, Any]:
     }
 
 
+def check_tensor_parallel(tensors: dict[str, torch.Tensor]) -> list[int]:
+    """Values and gradients of a value model; every rank holds a part of each matrix, the head's too."""
+    parallelism = ParallelismConfig(
+        tensor_parallel_degree=dist.get_world_size(), data_parallel_shard_degree=1
+    )
+    dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+    spec = llama3.model_registry("debugmodel", attn_backend="flex")
+    spec.model.layers = spec.model.layers[:2]
+    use_cpu_attention(spec.model)
+    spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+    model = build_value_model(
+        spec,
+        spec.model,
+        parallel_dims=dims,
+        training=TrainingConfig(mixed_precision_param="float32"),
+        parallelism=parallelism,
+        compile_config=CompileConfig(enable=False),
+    )
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        drawn = 0.05 * torch.randn(tuple(parameter.shape), generator=generator)
+        copy_full(parameter, drawn + ("norm" in name))
+    ids = torch.randint(2048, (2, 16), generator=generator)
+    positions = torch.arange(16).repeat(2, 1)
+    with dist_utils.get_spmd_context(parallel_dims=dims)():
+        masks = model.get_attention_masks(positions)
+        values = token_values(model, ids, positions=positions, attention_masks=masks)
+        (values * torch.arange(32).view(2, 16)).sum().backward()
+    tensors["tensor_parallel/values"] = values.detach()
+    gradients = {name: full(p.grad) for name, p in model.named_parameters()}
+    tensors |= {f"gradient/tensor_parallel/{name}": g for name, g in gradients.items()}
+    return list(model.lm_head.weight.to_local().shape)
+
+
 def run(directory: Path) -> None:
     """Compute everything on this rank and write it."""
     tensors: dict[str, torch.Tensor] = {}
@@ -278,6 +320,7 @@ def run(directory: Path) -> None:
         "step": check_gradients(directory, tensors),
         "state": check_state(directory, tensors),
         "not_finite": check_not_finite(directory),
+        "tensor_parallel": check_tensor_parallel(tensors),
     }
     stem = f"world{dist.get_world_size()}"
     (directory / f"{stem}.rank{dist.get_rank()}.json").write_text(json.dumps(result))
