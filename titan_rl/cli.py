@@ -1,4 +1,4 @@
-"""The console script ``titan-rl``: look at an installation, check a file, prepare a model."""
+"""The console script ``titan-rl``: look at an installation, check a file, prepare a model, compare."""
 
 from __future__ import annotations
 
@@ -74,6 +74,18 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR")
     prepare.set_defaults(run=_prepare)
 
+    conformance = commands.add_parser(
+        "conformance",
+        help="compute every loss and advantage on the data of a file, to compare with another framework",
+        description="Write loss, gradient norm and advantages of every algorithm and part as JSON.",
+        epilog="docs/conformance.md says what a fixture is.",
+        allow_abbrev=False,
+    )
+    conformance.add_argument("fixture", metavar="FIXTURE.json")
+    conformance.add_argument("--output", type=Path, metavar="FILE", help="instead of standard output")
+    conformance.add_argument("--float64", action="store_true", help="compute in float64 instead of fp32")
+    conformance.set_defaults(run=_conformance)
+
     version = commands.add_parser("version", help="print the version", allow_abbrev=False)
     version.set_defaults(run=_version)
     return parser
@@ -112,6 +124,11 @@ def _validate(parsed: argparse.Namespace, overrides: list[str]) -> int:
 def _prepare(parsed: argparse.Namespace, _: list[str]) -> int:
     importlib.import_module("titan_rl.tools.smollm2").convert(parsed.output_dir)
     return 0
+
+
+def _conformance(parsed: argparse.Namespace, _: list[str]) -> int:
+    command = importlib.import_module("titan_rl.tools.conformance.command")
+    return command.run(parsed.fixture, output=parsed.output, is_float64=parsed.float64)
 
 
 def _version(_parsed: argparse.Namespace, _: list[str]) -> int:
