@@ -21,6 +21,9 @@ TORCHTITAN_IMPORTS = {
         "OptimizersContainer": "The optimiser's configuration, which `[optimizer]` becomes.",
         "ParamGroupConfig": "The one parameter group that `[optimizer]` describes.",
     },
+    "torchtitan.components.validate": {
+        "Validator": "Base of the validation on held-out documents in supervised runs.",
+    },
     "torchtitan.config.configs": {
         "TrainingConfig": "Bounds of `training.*` keys in the schema.",
     },
@@ -37,6 +40,7 @@ TORCHTITAN_IMPORTS = {
     },
     "torchtitan.distributed.utils": {
         "clip_grad_norm_": "Clips and returns the global gradient norm.",
+        "dist_sum": "Sums of the validation over ranks.",
         "set_pg_timeouts": "Lets a rank wait for the slowest one's rollouts.",
     },
     "torchtitan.distributed": {
@@ -127,6 +131,7 @@ TORCHTITAN_IMPORTS = {
 
 TORCHTITAN_REACHED = {
     "torchtitan.components.checkpointer": {
+        "CheckpointManager.initial_load_path": "SET to None by reward-model runs, which load those weights.",
         "CheckpointManager.load": "Restores the newest checkpoint of the run.",
         "CheckpointManager.maybe_wait_for_staging": "Before weights change under an asynchronous save.",
         "CheckpointManager.save": "At the end of an iteration.",
