@@ -40,6 +40,7 @@ class Runs:
         (torn / ".metadata").unlink()
         data = torn / "__0_0.distcp"
         data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+        self.before = {name: contents(directory / name) for name in ("seed", "data")}
         again = runs.two_at_a_time(
             {
                 "run": lambda: self.start("run"),
@@ -49,6 +50,14 @@ class Runs:
             }
         )
         self.resumed, self.torn, self.other_seed, self.other_data = again.values()
+        self.done = contents(self.resumed.folder)
+        last = runs.two_at_a_time(
+            {
+                "same": lambda: self.start("run"),
+                "without": lambda: self.start("whole", "checkpoint.enable", "false"),
+            }
+        )
+        self.third, self.without_checkpoint = last.values()
 
     def start(self, name: str, *overrides: object) -> runs.Run:
         return runs.start(
@@ -150,13 +159,38 @@ def test_other_prompts_are_refused(started: Runs) -> None:
 
 
 def check_refusal(started: Runs, run: runs.Run, cause: str) -> None:
-    assert (run.status["outcome"], cause in run.status["cause"]) == ("failed", True), run.status
     assert cause in run.output()
     assert "Traceback" not in run.output()
-    # Nothing of the run was touched.
-    assert {
-        path.name: path.read_text() for path in (run.folder / "rollouts").glob("train-*")
-    } == started.at_kill
+    # The folder is byte for byte as the killed run left it: its configuration and status, too.
+    assert contents(run.folder) == started.before[run.folder.name]
+    assert run.status["outcome"] == "running"
+
+
+def test_a_run_that_is_done_says_so_and_touches_nothing(started: Runs) -> None:
+    started.resumed.succeed()
+    assert started.third.wait() == [0], started.third.tail()
+    said = started.third.output().rpartition("nothing is left to do.")[2]
+    assert f"Done: {2 * ITERATIONS} steps" in said
+    assert "Held-out score: " in said
+    assert contents(started.third.folder) == started.done
+
+
+def test_without_its_checkpoints_another_run_is_refused_in_the_folder(started: Runs) -> None:
+    run = started.without_checkpoint
+    assert run.wait() == [2], run.tail()
+    cause = (
+        "dump_folder must hold nothing of another run, or a checkpoint to continue from with "
+        f"checkpoint.enable = true; got {run.folder} with "
+    )
+    assert cause in run.output()
+    assert f"Choose another dump_folder, or delete {run.folder} if" in run.output()
+    assert sorted(run.rollouts()) == list(range(1, ITERATIONS + 1))
+    assert run.status["outcome"] == "done"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def weights(run: runs.Run) -> bytes:

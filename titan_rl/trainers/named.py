@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_rl.config.dump import to_table
+from titan_rl.config.dump import to_table, to_toml
 from titan_rl.config.entry import load_schema, read_checked
 from titan_rl.config.locations import raise_all
 from titan_rl.config.recipes import recipe_path
@@ -22,6 +22,7 @@ from titan_rl.config.schema import check
 from titan_rl.config.toml import Document
 from titan_rl.config.validation import find_errors
 from titan_rl.errors import ConfigError
+from titan_rl.trainers import earlier_start
 from titan_rl.trainers.configuration import RULES, configure
 from titan_rl.trainers.preference import PreferenceTrainer
 from titan_rl.trainers.reward_model import RewardModelTrainer
@@ -50,8 +51,9 @@ class NamedRLTrainer(RLTrainer):
                 True,
                 "Set --evaluation.*.",
             )
-        _prepare(config, "rl")
+        text = _checked(config, "rl")
         super().__init__(config)
+        _write(config, text)
 
 
 class NamedSupervisedTrainer(SupervisedTrainer):
@@ -67,8 +69,9 @@ class NamedSupervisedTrainer(SupervisedTrainer):
         Raises:
             ConfigError: a value is out of bounds.
         """
-        _prepare(config, "supervised")
+        text = _checked(config, "supervised")
         super().__init__(config)
+        _write(config, text)
 
 
 class NamedPreferenceTrainer(PreferenceTrainer):
@@ -84,8 +87,9 @@ class NamedPreferenceTrainer(PreferenceTrainer):
         Raises:
             ConfigError: a value is out of bounds, or the configuration contradicts itself.
         """
-        _prepare(config, "preference")
+        text = _checked(config, "preference")
         super().__init__(config)
+        _write(config, text)
 
 
 class NamedRewardModelTrainer(RewardModelTrainer):
@@ -101,8 +105,9 @@ class NamedRewardModelTrainer(RewardModelTrainer):
         Raises:
             ConfigError: a value is out of bounds, or the configuration contradicts itself.
         """
-        _prepare(config, "reward_model")
+        text = _checked(config, "reward_model")
         super().__init__(config)
+        _write(config, text)
 
 
 _NAMED = {
@@ -154,10 +159,18 @@ def check_values(config: Any, trainer: str) -> None:
     raise_all(find_errors(to_table(config, RULES), load_schema(trainer), path=(), locate=None))
 
 
-def _prepare(config: Any, trainer: str) -> None:
+def _checked(config: Any, trainer: str) -> str:
+    """Check what the command line changed; returns the configuration as it is written."""
     check_values(config, trainer)
+    text = to_toml(config, RULES)
+    earlier_start.refuse_overwriting(config, text)
+    return text
+
+
+def _write(config: Any, text: str) -> None:
+    """Write the configuration once the trainer is built, which refuses what does not continue a run."""
     if os.environ.get("RANK", "0") == "0":
-        write_config(Path(config.dump_folder), config)
+        write_config(Path(config.dump_folder), text)
 
 
 def _named(config: Any, trainer: str) -> Any:

@@ -21,7 +21,7 @@ from titan_rl.algorithms.preference_interfaces import CompletionScores, Preferen
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.config.choice import build
 from titan_rl.data.preferences import Preference
-from titan_rl.errors import ConfigError, NonFiniteError
+from titan_rl.errors import NonFiniteError
 from titan_rl.observability.stages import StageTimer
 from titan_rl.policy.reference_cache import ReferenceCache
 from titan_rl.policy.token_scores import fsdp_modules
@@ -29,7 +29,7 @@ from titan_rl.resilience.state import RunState, seed_process
 from titan_rl.titan.api import CheckpointManager, Profiler, Trainer, clip_grad_norm_, logger, set_pg_timeouts
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.models import ModelSection
-from titan_rl.trainers import assembly, exporting, initial_weights, pair_checks
+from titan_rl.trainers import assembly, earlier_start, exporting, initial_weights, pair_checks
 from titan_rl.trainers.data_loaders import NoDataLoader
 from titan_rl.trainers.pair_batches import PairBatch, align_ranks, make_batches
 from titan_rl.trainers.pair_data import PairData, PairSplit, num_sides, open_pair_data, share
@@ -125,6 +125,8 @@ class PairTrainer(Trainer):
         loss_config: Any = config.loss
         loss: PreferenceLoss = build(loss_config)
         self.data = self.open_data(config, loss, seed=self.run_seed)
+        self.state = RunState(seed=self.run_seed, data_fingerprint=self.data.fingerprint)
+        earlier_start.check_resume(config, self.state, name="pair_state")
         config.loss = _Built(loss)  # pyrefly: ignore[bad-assignment]
         try:
             super().__init__(config)
@@ -132,7 +134,6 @@ class PairTrainer(Trainer):
             config.loss = loss_config
         self.policy = self.model_parts[0]
         self.collectives = Collectives(self.parallel_dims, self.device)
-        self.state = RunState(seed=self.run_seed, data_fingerprint=self.data.fingerprint)
         if self.config.checkpoint.enable:  # otherwise TorchTitan's checkpointer has no states
             self.checkpointer.states["pair_state"] = self.state
         self.timer, self._skipped_in_a_row = StageTimer(), 0
@@ -389,13 +390,7 @@ class PairTrainer(Trainer):
 
     def _resume(self) -> None:
         """Restore the newest checkpoint of this run, if there is one."""
-        step = self.config.checkpoint.load_step
-        try:
-            self.checkpointer.load(step=step)
-        except FileNotFoundError as error:
-            raise ConfigError(
-                "checkpoint.load_step", "name a checkpoint of this run", step, f"{error}."
-            ) from error
+        self.checkpointer.load(step=self.config.checkpoint.load_step)
         set_pg_timeouts(timedelta(seconds=self.config.comm.train_timeout_seconds), self.parallel_dims)
 
     def _skip(self, grad_norm: float) -> None:

@@ -27,7 +27,7 @@ from titan_rl.rollout.permutation import permute_rewards
 from titan_rl.rollout.source import Taken
 from titan_rl.titan.api import CheckpointManager, Profiler, Trainer, clip_grad_norm_, logger, set_pg_timeouts
 from titan_rl.titan.collectives import Collectives
-from titan_rl.trainers import assembly, checks, initial_weights
+from titan_rl.trainers import assembly, checks, earlier_start, initial_weights
 from titan_rl.trainers.batch_maker import BatchMaker
 from titan_rl.trainers.model_reward import ModelReward
 from titan_rl.trainers.optimization import (
@@ -75,6 +75,8 @@ class RLTrainer(Trainer):
         self.hf_config = assembly.hf_config(config) if assembly.needs_hf_config(config) else None
         self.advantage = build(config.advantage)
         data = assembly.open_data(config, self.run_seed)
+        self.state = RunState(seed=self.run_seed, data_fingerprint=data.fingerprint)
+        earlier_start.check_resume(config, self.state, name="rl_state")
         super().__init__(config)
         self.policy = self.model_parts[0]
         # The head is applied to trained tokens only, in chunks.
@@ -83,7 +85,6 @@ class RLTrainer(Trainer):
         self.needs = derive_needs(
             self.advantage, self.loss_fn, steps_per_iteration=config.algorithm.steps_per_iteration
         )
-        self.state = RunState(seed=self.run_seed, data_fingerprint=data.fingerprint)
         if self.config.checkpoint.enable:  # otherwise TorchTitan's checkpointer has no states
             self.checkpointer.states["rl_state"] = self.state
         initial_weights.load(self)
@@ -257,13 +258,7 @@ class RLTrainer(Trainer):
     def _resume(self) -> None:
         """Restore the newest checkpoint of this run, if there is one."""
         self.timer, self._skipped_in_a_row = StageTimer(), 0
-        step = self.config.checkpoint.load_step
-        try:
-            self.checkpointer.load(step=step)
-        except FileNotFoundError as error:
-            raise ConfigError(
-                "checkpoint.load_step", "name a checkpoint of this run", step, f"{error}."
-            ) from error
+        self.checkpointer.load(step=self.config.checkpoint.load_step)
         sampling, comm = self.config.sampling, self.config.comm
         if not math.isnan(self.state.kl_coefficient):
             self.loss_fn.kl.coefficient = self.state.kl_coefficient

@@ -15,6 +15,7 @@ from titan_rl.config.toml import Document
 from titan_rl.errors import ConfigError, TitanRLError
 from titan_rl.resilience.status import write_status
 from titan_rl.titan.api import init_logger, logger
+from titan_rl.trainers import earlier_start
 from titan_rl.trainers.configuration import RULES
 
 
@@ -33,20 +34,33 @@ def run(config: Any, document: Document, *, evaluate_only: bool = False) -> int:
     init_logger()
     folder, trainer = Path(config.dump_folder), None
     writes_status = int(os.environ["RANK"]) == 0 and not evaluate_only
+    is_first = earlier_start.results(config) is None
     try:
+        text = to_toml(config, RULES)
         if evaluate_only:  # its results are one file of their own
             config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
-        if writes_status:
-            write_config(folder, config)
-            write_status(folder, "running", step=0)
+        else:
+            done = earlier_start.finished(config, text)
+            if done is not None:
+                if writes_status:
+                    logger.info(done)
+                return 0
+            earlier_start.refuse_overwriting(config, text)
+        if writes_status and is_first:
+            _begin(folder, text)
         trainer = config.build()
+        # What an earlier start left is replaced only now: building refuses what does not continue it.
+        if writes_status and not is_first:
+            _begin(folder, text)
         trainer.evaluate_only() if evaluate_only else trainer.train()
     except Exception as error:
         if isinstance(error, ConfigError):
             error = document.located(error)
         elif not isinstance(error, TitanRLError):
             traceback.print_exc()
-        _fail(trainer, error, folder=folder if writes_status else None)
+        # A refused start leaves the status of the run that it did not continue.
+        is_refusal = not is_first and trainer is None and isinstance(error, ConfigError)
+        _fail(trainer, error, folder=folder if writes_status and not is_refusal else None)
         return 2 if isinstance(error, ConfigError) else 1
     if writes_status:
         write_status(folder, "done", step=trainer.step)
@@ -56,15 +70,24 @@ def run(config: Any, document: Document, *, evaluate_only: bool = False) -> int:
     return 0
 
 
-def write_config(folder: Path, config: Any) -> None:
+def _begin(folder: Path, text: str) -> None:
+    write_config(folder, text)
+    write_status(folder, "running", step=0)
+
+
+def write_config(folder: Path, text: str) -> None:
     """Make the output directory and write the resolved configuration into it.
+
+    Args:
+        folder: The run's ``dump_folder``.
+        text: The configuration, from :func:`titan_rl.config.dump.to_toml` before a trainer is built from it.
 
     Raises:
         ConfigError: it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(config, RULES), encoding="utf-8")
+        (folder / "config.toml").write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             "dump_folder",
