@@ -27,7 +27,7 @@ from titan_rl.algorithms.penalties import KLPenalty
 from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.batching.pack import pack
-from titan_rl.errors import HandshakeError
+from titan_rl.errors import GeneratorError, HandshakeError
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.policy.token_scores import LogprobScorer, fsdp_modules
 from titan_rl.titan import device
@@ -372,13 +372,17 @@ def _masked_gradient(step: Step, batch: StepBatch) -> dict[str, float]:
 
 
 class FakeGenerator:
-    """Receives what it is sent; scores with given log-probabilities; may forget the last tensor."""
+    """Receives what it is sent; scores with given log-probabilities; may forget the last tensor, or fail."""
 
-    def __init__(self, logprobs: tuple[float, ...], *, forgets: bool) -> None:
-        self.logprobs, self.forgets = logprobs, forgets
+    def __init__(self, logprobs: tuple[float, ...], *, forgets: bool = False, fails: bool = False) -> None:
+        self.logprobs, self.forgets, self.fails = logprobs, forgets, fails
 
     def load_weights(self, update: Any) -> WeightReceipt:
-        checksums = {name: tensor_checksum(tensor) for name, tensor in update.tensors}
+        checksums: dict[str, int] = {}
+        for name, tensor in update.tensors:
+            checksums[name] = tensor_checksum(tensor)
+            if self.fails and len(checksums) == 3:
+                raise GeneratorError(f"No room for {name}.")
         if self.forgets:
             checksums.popitem()
         return WeightReceipt(update.version, checksums)
@@ -388,7 +392,7 @@ class FakeGenerator:
 
 
 def check_handshake(directory: Path) -> dict[str, Any]:
-    """Rank 1's generator is at fault in two ways; rank 0's is not."""
+    """Rank 1's generator is at fault in three ways; rank 0's is not."""
     rank = build(directory / "llama")
     collectives = Collectives(rank.parallel_dims, torch.device("cpu"))
     is_faulty = dist.get_rank() == dist.get_world_size() - 1
@@ -408,9 +412,10 @@ def check_handshake(directory: Path) -> dict[str, Any]:
             return str(error)
 
     return {
-        "sound": push(FakeGenerator((-1.0, -2.0), forgets=False)),
+        "sound": push(FakeGenerator((-1.0, -2.0))),
         "forgets": push(FakeGenerator((-1.0, -2.0), forgets=is_faulty)),
-        "other": push(FakeGenerator((-1.0, math.nan if is_faulty else -2.0), forgets=False)),
+        "fails": push(FakeGenerator((-1.0, -2.0), fails=is_faulty)),
+        "other": push(FakeGenerator((-1.0, math.nan if is_faulty else -2.0))),
     }
 
 
@@ -427,6 +432,10 @@ def check_collectives(directory: Path) -> dict[str, Any]:
         "nothing": collectives.reduce({}, "sum"),
         "scalar": collectives.reduce_scalar(dist.get_rank() + 1, "sum"),
         "any": [collectives.any(flag) for flag in (False, dist.get_rank() == 0, True)],
+        "first": [
+            collectives.first(text)
+            for text in (None, f"é{dist.get_rank()}", "late" if dist.get_rank() == 1 else None, "x" * 3000)
+        ],
     }
 
 

@@ -246,10 +246,14 @@ def test_planted_fault_attention_leaking_from_one_document_to_the_next_reaches_o
 def test_a_push_is_refused_on_all_ranks_when_one_generator_is_at_fault(launch):
     alone, healthy, faulty = (rank["handshake"] for rank in [launch.one, *launch.two])
     assert alone["sound"] == healthy["sound"] == faulty["sound"] == "version 7"
-    assert "1 tensors did not arrive, lm_head.weight among them" in faulty["forgets"]
-    assert "differ from the policy's by inf" in faulty["other"]
-    for case in ("forgets", "other"):
-        assert healthy[case] == "Weight push refused by another rank's generator."
+    causes = {
+        "forgets": "1 tensors did not arrive, lm_head.weight among them",
+        "fails": "loading them raised GeneratorError: No room for layers.0.attention",
+        "other": "its log-probabilities of the probe differ from the policy's by inf",
+    }
+    for case, cause in causes.items():
+        assert faulty[case].startswith(f"Weight push refused: {cause}")
+        assert healthy[case] == faulty[case].replace("refused", "refused by the generator of rank 1")
         assert alone[case] == faulty[case]
 
 
@@ -263,10 +267,12 @@ def test_scalars_are_reduced_by_name_in_float64(launch):
         assert rank["nothing"] == {}
         assert rank["scalar"] == 3.0
         assert rank["any"] == [False, True, True]
+        assert rank["first"] == [None, [0, "é0"], [1, "late"], [0, "x" * 2000]]
     alone = launch.one["collectives"]
     assert alone["place"] == [0, 1, 0, 1]
     assert alone["sum"] == alone["max"] == {"a": 0.5, "b": 2.0**53}
     assert alone["any"] == [False, True, True]
+    assert alone["first"] == [None, [0, "é0"], None, [0, "x" * 2000]]
 
 
 # -------------------------------------------------------------------------------------------- SmolLM2-135M

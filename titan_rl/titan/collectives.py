@@ -1,4 +1,4 @@
-"""The few collectives that titan_rl needs besides TorchTitan's own: of scalars, flags and barriers.
+"""The few collectives that titan_rl needs besides TorchTitan's own: of scalars, flags, a text, barriers.
 
 Tokens and rollouts are never gathered. Layers above receive a :class:`Collectives` and know no process group.
 """
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Reduction = Literal["sum", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_TEXT_BYTES = 2000
 
 
 class Collectives:
@@ -62,11 +63,29 @@ class Collectives:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank of the run, whatever its place in the mesh."""
-        if self.world_size == 1:
-            return flag
-        packed = torch.tensor([int(flag)], device=self._device)
-        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
-        return bool(packed.item())
+        return self.first("" if flag else None) is not None
+
+    def first(self, text: str | None) -> tuple[int, str] | None:
+        """The text of the first rank of the run that has one, whatever its place in the mesh.
+
+        Args:
+            text: This rank's; None if it has none. More than 2,000 bytes are cut off.
+
+        Returns:
+            The rank and its text, the same on all ranks; None when no rank has one.
+        """
+        packed = torch.tensor(self.world_size if text is None else self.rank, device=self._device)
+        if self.world_size > 1:
+            dist.all_reduce(packed, op=dist.ReduceOp.MIN)
+        source = int(packed.item())
+        if source == self.world_size:
+            return None
+        content = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device=self._device)
+        encoded = (text or "").encode()[:_TEXT_BYTES]
+        content[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device=self._device)
+        if self.world_size > 1:
+            dist.broadcast(content, src=source)
+        return source, bytes(content.tolist()).rstrip(b"\0").decode(errors="ignore")
 
     def barrier(self) -> None:
         """Wait until all ranks have come here."""

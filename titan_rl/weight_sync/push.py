@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Protocol
@@ -16,7 +17,7 @@ from typing import Annotated, Protocol
 import torch
 from annotated_types import Gt
 
-from titan_rl.errors import HandshakeError
+from titan_rl.errors import HandshakeError, TitanRLError
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.titan.collectives import Collectives
 from titan_rl.types import WeightReceipt, WeightUpdate
@@ -105,19 +106,9 @@ class WeightSync:
         started = time.perf_counter()
         sent: dict[str, int] = {}
         sizes: list[int] = []
-        update = WeightUpdate(
-            kind="full", version=version, base_version=None, tensors=self._checksummed(sent, sizes)
-        )
-        receipt = self._generator.load_weights(update)
-        self._agree(delivery_fault(sent, receipt, version))
-        difference = self._probe_difference()
-        bound = self._section.max_probe_difference
-        self._agree(
-            None
-            if difference <= bound
-            else f"its log-probabilities of the probe differ from the policy's by {difference:.2e}, more "
-            f"than weight_sync.max_probe_difference = {bound:.0e}: it does not serve what was delivered"
-        )
+        self._agree(self._deliver(version, sent, sizes))
+        fault, difference = self._probe_served()
+        self._agree(fault)
         return PushReport(
             version=version,
             num_tensors=len(sent),
@@ -126,28 +117,74 @@ class WeightSync:
             probe_difference=difference,
         )
 
-    def _checksummed(self, sent: dict[str, int], sizes: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._stream:
-            sent[name] = tensor_checksum(tensor)
-            sizes.append(tensor.numel() * tensor.element_size())
-            yield name, tensor
+    def _deliver(self, version: int, sent: dict[str, int], sizes: list[int]) -> str | None:
+        """Hand the stream to the generator; returns what went wrong on this rank.
 
-    def _probe_difference(self) -> float:
+        Every tensor of the stream takes a collective. Whatever the generator does with it, this rank goes
+        through all of them: the others would wait for it for ever.
+        """
+        broken: list[Exception] = []
+        tensors = self._checksummed(sent, sizes, broken)
+        update = WeightUpdate(kind="full", version=version, base_version=None, tensors=tensors)
+        receipt, fault = None, None
+        try:
+            receipt = self._generator.load_weights(update)
+        except Exception as error:  # whatever it is, all ranks have to hear of it
+            fault = _raised("loading them", error)
+        for _ in tensors:
+            pass
+        if broken:
+            raise broken[0]  # by the stream, which is the same on all ranks
+        return fault if receipt is None else delivery_fault(sent, receipt, version)
+
+    def _checksummed(
+        self, sent: dict[str, int], sizes: list[int], broken: list[Exception]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            for name, tensor in self._stream:
+                sent[name] = tensor_checksum(tensor)
+                sizes.append(tensor.numel() * tensor.element_size())
+                yield name, tensor
+        except Exception as error:
+            broken.append(error)
+            raise
+
+    def _probe_served(self) -> tuple[str | None, float]:
+        """Compare log-probabilities of the probe: what is wrong, and the largest difference in nats."""
         ours = self._policy_logprobs(self._probe)
-        theirs = self._generator.prompt_logprobs([self._probe])[0]
-        if len(ours) != len(theirs):
-            return math.inf
-        differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
-        # max() alone would pass over a NaN that is not the first.
-        return max(differences) if all(map(math.isfinite, differences)) else math.inf
+        try:
+            theirs = self._generator.prompt_logprobs([self._probe])[0]
+        except Exception as error:  # as above
+            return _raised("scoring the probe", error), math.inf
+        difference = math.inf
+        if len(ours) == len(theirs):
+            differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+            # max() alone would pass over a NaN that is not the first.
+            difference = max(differences) if all(map(math.isfinite, differences)) else math.inf
+        bound = self._section.max_probe_difference
+        if difference <= bound:
+            return None, difference
+        fault = (
+            f"its log-probabilities of the probe differ from the policy's by {difference:.2e}, more "
+            f"than weight_sync.max_probe_difference = {bound:.0e}: it does not serve what was delivered"
+        )
+        return fault, difference
 
     def _agree(self, fault: str | None) -> None:
-        """Raise on all ranks if any rank has a fault, so that none waits for another."""
-        if not self._collectives.any(fault is not None):
+        """Raise on all ranks, with the first rank's cause, if any rank has a fault."""
+        first = self._collectives.first(fault)
+        if first is None:
             return
-        raise HandshakeError(
-            f"Weight push refused: {fault}." if fault else "Weight push refused by another rank's generator."
-        )
+        rank, cause = first
+        whose = "" if rank == self._collectives.rank else f" by the generator of rank {rank}"
+        raise HandshakeError(f"Weight push refused{whose}: {cause}.")
+
+
+def _raised(what: str, error: Exception) -> str:
+    """Describe an exception of the generator; one that is not ours leaves its traceback on standard error."""
+    if not isinstance(error, TitanRLError):
+        traceback.print_exception(error)
+    return f"{what} raised {type(error).__name__}: {str(error).rstrip('.')}"
 
 
 def delivery_fault(sent: dict[str, int], receipt: WeightReceipt, version: int) -> str | None:

@@ -42,10 +42,14 @@ def test_one_rank_gets_its_own_values_back_under_their_names(make, how):
 
 
 @pytest.mark.parametrize("make", [alone, in_a_group])
-def test_a_flag_is_set_when_it_is_set_here(make):
+def test_flags_and_texts_are_those_of_this_rank(make):
     collectives = make()
     assert collectives.any(True)
     assert not collectives.any(False)
+    assert collectives.first("Grüße") == (0, "Grüße")
+    assert collectives.first(None) is None
+    assert collectives.first("") == (0, "")
+    assert collectives.first("a" * 1999 + "ü") == (0, "a" * 1999)  # no half character
     collectives.barrier()
 
 

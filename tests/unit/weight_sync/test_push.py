@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from titan_rl.errors import HandshakeError
+from titan_rl.errors import ConfigError, GeneratorError, HandshakeError
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.types import WeightReceipt
 from titan_rl.weight_sync.push import WeightSync, WeightSyncSection, delivery_fault
@@ -47,15 +47,20 @@ class Receiver:
 
 
 class Ranks:
-    """The other ranks: one of them may be at fault at the first or the second question."""
+    """This is rank 1 of 2. Rank 0 may be at fault at the first or the second question."""
 
-    def __init__(self, *others: bool) -> None:
+    rank = 1
+
+    def __init__(self, *others: str | None) -> None:
         self.others = list(others)
-        self.asked: list[bool] = []
+        self.told: list[str | None] = []
 
-    def any(self, flag: bool) -> bool:
-        self.asked.append(flag)
-        return flag or bool(self.others and self.others.pop(0))
+    def first(self, text: str | None) -> tuple[int, str] | None:
+        self.told.append(text)
+        other = self.others.pop(0) if self.others else None
+        if other is not None:
+            return 0, other
+        return None if text is None else (1, text)
 
 
 def push(receiver, *, version=9, weights=None, ranks=None, bound=5e-4, scored=OURS):
@@ -188,26 +193,119 @@ def test_the_bound_is_the_sections():
         push(receiver, bound=0.04)
 
 
-def test_a_sound_rank_refuses_when_another_is_at_fault():
-    receiver, ranks = Receiver(), Ranks(True)
+def test_a_sound_rank_refuses_with_the_cause_of_the_rank_at_fault():
+    receiver, ranks = Receiver(), Ranks("it did not arrive")
     with pytest.raises(HandshakeError) as caught:
         push(receiver, ranks=ranks)
-    assert str(caught.value) == "Weight push refused by another rank's generator."
-    assert ranks.asked == [False]
+    assert str(caught.value) == "Weight push refused by the generator of rank 0: it did not arrive."
+    assert ranks.told == [None]
     assert receiver.asked == []
 
-    ranks = Ranks(False, True)
-    with pytest.raises(HandshakeError, match="another rank's"):
+    ranks = Ranks(None, "it is not served")
+    with pytest.raises(HandshakeError, match="by the generator of rank 0: it is not served"):
         push(Receiver(), ranks=ranks)
-    assert ranks.asked == [False, False]
+    assert ranks.told == [None, None]
 
 
 @pytest.mark.parametrize("fault", [{"on_receipt": lambda r: replace(r, version=1)}, {"logprobs": ()}])
 def test_a_rank_at_fault_tells_the_others_before_it_raises(fault):
     ranks = Ranks()
-    with pytest.raises(HandshakeError):
+    with pytest.raises(HandshakeError) as caught:
         push(Receiver(**fault), ranks=ranks)
-    assert ranks.asked[-1] is True
+    assert str(caught.value) == f"Weight push refused: {ranks.told[-1]}."
+
+
+# --------------------------------------------------------------- exceptions in the middle of a collective
+
+
+class Counted(_Stream):
+    """A stream that says how far it was read; each tensor stands for a collective."""
+
+    read = 0
+
+    def __iter__(self):
+        for item in self.weights.items():
+            self.read += 1
+            yield item
+
+
+def _break_at(name):
+    def on_arrival(arrived, tensor):
+        if arrived == name:
+            raise RuntimeError(f"no room for {name}.")
+        return tensor
+
+    return on_arrival
+
+
+@pytest.mark.parametrize("name", ["embed", "layer", "norm"])
+def test_a_generator_that_fails_in_the_middle_leaves_no_rank_waiting(name, capsys):
+    stream, ranks = Counted(policy()), Ranks()
+    sync = WeightSync(
+        WeightSyncSection(),
+        stream=stream,
+        generator=Receiver(on_arrival=_break_at(name)),
+        policy_logprobs=lambda token_ids: OURS,
+        probe=PROBE,
+        collectives=ranks,
+    )
+    with pytest.raises(HandshakeError) as caught:
+        sync.push(1)
+    assert str(caught.value) == f"Weight push refused: loading them raised RuntimeError: no room for {name}."
+    assert stream.read == 3
+    assert len(ranks.told) == 1
+    assert "on_arrival" in capsys.readouterr().err  # where it came from
+
+
+def test_a_generator_that_stops_reading_leaves_no_rank_waiting():
+    class Lazy(Receiver):
+        def load_weights(self, update):
+            name, tensor = next(iter(update.tensors))
+            return WeightReceipt(update.version, {name: tensor_checksum(tensor)})
+
+    stream = Counted(policy())
+    sync = WeightSync(
+        WeightSyncSection(),
+        stream=stream,
+        generator=Lazy(),
+        policy_logprobs=lambda token_ids: OURS,
+        probe=PROBE,
+        collectives=Ranks(),
+    )
+    with pytest.raises(HandshakeError, match="2 tensors did not arrive, layer among them"):
+        sync.push(1)
+    assert stream.read == 3
+
+
+def test_a_generator_that_cannot_score_tells_the_others():
+    class Mute(Receiver):
+        def prompt_logprobs(self, token_ids, temperature=1.0):
+            raise GeneratorError("The engine is dead.")
+
+    ranks = Ranks()
+    with pytest.raises(HandshakeError, match="scoring the probe raised GeneratorError: The engine is dead"):
+        push(Mute(), ranks=ranks)
+    assert len(ranks.told) == 2
+
+
+def test_what_the_stream_raises_is_raised_as_it_is():
+    class Broken(_Stream):
+        def __iter__(self):
+            yield from [*self.weights.items()][:1]
+            raise ConfigError("model tensor x", "be known to the adapter", "no name", "Extend it.")
+
+    ranks = Ranks()
+    sync = WeightSync(
+        WeightSyncSection(),
+        stream=Broken(policy()),
+        generator=Receiver(),
+        policy_logprobs=lambda token_ids: OURS,
+        probe=PROBE,
+        collectives=ranks,
+    )
+    with pytest.raises(ConfigError, match="model tensor x"):
+        sync.push(1)
+    assert ranks.told == []  # the stream is the same on all ranks: all of them raise
 
 
 def test_a_version_that_does_not_fit_is_named_before_anything_else():
