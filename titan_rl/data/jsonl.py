@@ -13,12 +13,12 @@ from typing import Any
 
 from titan_rl.data.datasets import Split
 from titan_rl.data.paths import Concatenated, find_files
-from titan_rl.data.row_dataset import RowDataset
+from titan_rl.data.row_dataset import FileDataset, FileKeys
 from titan_rl.data.rows import RowConfig, RowReader, shorten
 from titan_rl.errors import ConfigError
 
 
-class Jsonl(RowDataset):
+class Jsonl(FileDataset):
     """One split of one or several JSON Lines files.
 
     The rows stay in the file; a row that changes during the run is an error. Default ids are
@@ -26,14 +26,8 @@ class Jsonl(RowDataset):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(RowConfig):
+    class Config(FileKeys, RowConfig):
         """Which files, which columns, which rows are held out."""
-
-        path: str
-        """File, or glob pattern of files, with the train split (or both splits, see held_out_fraction)."""
-
-        held_out_path: str | None = None
-        """File, or glob pattern of files, with the held-out split. It must share no prompt with ``path``."""
 
     def __init__(self, config: Config, split: Split) -> None:
         """Read and check every line.
@@ -41,17 +35,7 @@ class Jsonl(RowDataset):
         Raises:
             ConfigError: A file, a line or the configuration cannot be used as it is.
         """
-        reader = RowReader(config)
-        held_out = config.held_out_path
-        super().__init__(
-            reader,
-            config,
-            name="jsonl",
-            split=split,
-            train=open_jsonl(config.path, "data.source.path"),
-            held_out=None if held_out is None else open_jsonl(held_out, "data.source.held_out_path"),
-            held_out_key="held_out_path",
-        )
+        super().__init__(RowReader(config), config, name="jsonl", split=split, open_files=open_jsonl)
 
 
 class JsonLines:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from titan_rl.data.datasets import Split, require
 from titan_rl.data.paths import Concatenated, find_files
-from titan_rl.data.row_dataset import RowDataset
+from titan_rl.data.row_dataset import FileDataset, FileKeys
 from titan_rl.data.rows import RowConfig, RowReader, check_columns
 from titan_rl.errors import ConfigError
 
 
-class Parquet(RowDataset):
+class Parquet(FileDataset):
     """One split of one or several parquet files.
 
     The named columns, and only those, are held in memory uncompressed. Default ids are ``<file>:<row>``, rows
@@ -22,14 +23,8 @@ class Parquet(RowDataset):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(RowConfig):
+    class Config(FileKeys, RowConfig):
         """Which files, which columns, which rows are held out."""
-
-        path: str
-        """File, or glob pattern of files, with the train split (or both splits, see held_out_fraction)."""
-
-        held_out_path: str | None = None
-        """File, or glob pattern of files, with the held-out split. It must share no prompt with ``path``."""
 
     def __init__(self, config: Config, split: Split) -> None:
         """Read the columns and check every row.
@@ -38,18 +33,8 @@ class Parquet(RowDataset):
             ConfigError: pyarrow is missing, or a file, a row or the configuration cannot be used as it is.
         """
         reader = RowReader(config)
-        held_out = config.held_out_path
-        super().__init__(
-            reader,
-            config,
-            name="parquet",
-            split=split,
-            train=open_parquet(config.path, "data.source.path", reader.columns),
-            held_out=None
-            if held_out is None
-            else open_parquet(held_out, "data.source.held_out_path", reader.columns),
-            held_out_key="held_out_path",
-        )
+        open_files = partial(open_parquet, columns=reader.columns)
+        super().__init__(reader, config, name="parquet", split=split, open_files=open_files)
 
 
 class ParquetRows:

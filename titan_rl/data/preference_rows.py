@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from annotated_types import Gt, Lt
@@ -17,7 +18,7 @@ from titan_rl.data.huggingface import HubRows
 from titan_rl.data.jsonl import open_jsonl
 from titan_rl.data.parquet import open_parquet
 from titan_rl.data.preferences import identical, with_preference
-from titan_rl.data.row_dataset import RowDataset
+from titan_rl.data.row_dataset import FileDataset, FileKeys, RowDataset
 from titan_rl.data.rows import RowSource, check_columns, read_messages, read_text, wrong_value
 from titan_rl.errors import ConfigError
 from titan_rl.types import Message, Prompt
@@ -183,18 +184,12 @@ def _label(value: object, where: str, column: str) -> bool:
     raise wrong_value(where, column, "be true or false, or 1 or 0", value)
 
 
-class JsonlPreferences(RowDataset):
+class JsonlPreferences(FileDataset):
     """One split of one or several JSON Lines files, a preference a line."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(PreferenceRowConfig):
+    class Config(FileKeys, PreferenceRowConfig):
         """Which files, which columns, which rows are held out."""
-
-        path: str
-        """File, or glob pattern of files, with the train split (or both splits, see held_out_fraction)."""
-
-        held_out_path: str | None = None
-        """File, or glob pattern of files, with the held-out split. It must share no prompt with ``path``."""
 
     def __init__(self, config: Config, split: Split) -> None:
         """Read and check every line.
@@ -202,30 +197,16 @@ class JsonlPreferences(RowDataset):
         Raises:
             ConfigError: A file, a line or the configuration cannot be used as it is.
         """
-        held_out = config.held_out_path
-        super().__init__(
-            PreferenceReader(config),
-            config,
-            name="jsonl preferences",
-            split=split,
-            train=open_jsonl(config.path, "data.source.path"),
-            held_out=None if held_out is None else open_jsonl(held_out, "data.source.held_out_path"),
-            held_out_key="held_out_path",
-        )
+        reader = PreferenceReader(config)
+        super().__init__(reader, config, name="jsonl preferences", split=split, open_files=open_jsonl)
 
 
-class ParquetPreferences(RowDataset):
+class ParquetPreferences(FileDataset):
     """One split of one or several parquet files, a preference a row. Needs pyarrow."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(PreferenceRowConfig):
+    class Config(FileKeys, PreferenceRowConfig):
         """Which files, which columns, which rows are held out."""
-
-        path: str
-        """File, or glob pattern of files, with the train split (or both splits, see held_out_fraction)."""
-
-        held_out_path: str | None = None
-        """File, or glob pattern of files, with the held-out split. It must share no prompt with ``path``."""
 
     def __init__(self, config: Config, split: Split) -> None:
         """Read the columns and check every row.
@@ -233,18 +214,9 @@ class ParquetPreferences(RowDataset):
         Raises:
             ConfigError: pyarrow is missing, or a file, a row or the configuration cannot be used as it is.
         """
-        reader, held_out = PreferenceReader(config), config.held_out_path
-        super().__init__(
-            reader,
-            config,
-            name="parquet preferences",
-            split=split,
-            train=open_parquet(config.path, "data.source.path", reader.columns),
-            held_out=None
-            if held_out is None
-            else open_parquet(held_out, "data.source.held_out_path", reader.columns),
-            held_out_key="held_out_path",
-        )
+        reader = PreferenceReader(config)
+        open_files = partial(open_parquet, columns=reader.columns)
+        super().__init__(reader, config, name="parquet preferences", split=split, open_files=open_files)
 
 
 class HuggingFacePreferences(RowDataset):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from titan_rl.data.datasets import Split, content_key, is_held_out, prompt_bytes
 from titan_rl.data.rows import PromptReader, RowSource, SplitConfig, shorten
@@ -115,6 +118,61 @@ class RowDataset:
             "share no prompt with the train split",
             f"{len(shared)} shared prompts, the first at {held} and {train}: {shorten(text)!r}",
             "Remove them from one of the two.",
+        )
+
+
+# No slots: Python cannot combine two bases that have them.
+@dataclass(kw_only=True)
+class FileKeys:
+    """Which files. Combined with the keys of the columns."""
+
+    path: str
+    """File, or glob pattern of files, with the train split (or both splits, see held_out_fraction)."""
+
+    held_out_path: str | None = None
+    """File, or glob pattern of files, with the held-out split. It must share no prompt with ``path``."""
+
+
+class FileConfig(SplitConfig, Protocol):
+    """What :class:`FileDataset` reads."""
+
+    path: str
+    held_out_path: str | None
+
+
+class FileDataset(RowDataset):
+    """One split of the rows of one or several files."""
+
+    def __init__(
+        self,
+        reader: PromptReader,
+        config: FileConfig,
+        *,
+        name: str,
+        split: Split,
+        open_files: Callable[[str, str], RowSource],
+    ) -> None:
+        """Open the files and check every row.
+
+        Args:
+            reader: How a row becomes a prompt.
+            config: Which files.
+            name: For logs.
+            split: Which rows.
+            open_files: Opens a path or glob pattern that stands under a key, which errors name.
+
+        Raises:
+            ConfigError: A file, a row or the configuration cannot be used as it is.
+        """
+        held_out = config.held_out_path
+        super().__init__(
+            reader,
+            config,
+            name=name,
+            split=split,
+            train=open_files(config.path, "data.source.path"),
+            held_out=None if held_out is None else open_files(held_out, "data.source.held_out_path"),
+            held_out_key="held_out_path",
         )
 
 
