@@ -12,33 +12,28 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 VOCAB_SIZE = 130  # not a multiple of 64, vLLM's padding
 
 
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "dtype": "float32",
+}
+
+
 def llama_config(*, is_tied: bool) -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        tie_word_embeddings=is_tied,
-        architectures=["LlamaForCausalLM"],
-        dtype="float32",
+        **_COMMON, intermediate_size=128, tie_word_embeddings=is_tied, architectures=["LlamaForCausalLM"]
     )
 
 
 def moe_config() -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        initializer_range=0.2,
+        **_COMMON,
         tie_word_embeddings=False,
         num_experts=4,
         num_experts_per_tok=2,
@@ -46,7 +41,6 @@ def moe_config() -> Qwen3MoeConfig:
         decoder_sparse_step=1,
         norm_topk_prob=True,
         architectures=["Qwen3MoeForCausalLM"],
-        dtype="float32",
     )
 
 
