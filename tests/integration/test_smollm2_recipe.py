@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.tools import smollm2
-
 pytest.importorskip("vllm", reason="vLLM is installed by make setup")
 pytestmark = pytest.mark.slow
 
@@ -17,21 +15,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    made = ROOT / "models" / "smollm2-135m"
-    if not (made / "model.safetensors").is_file():
-        made = tmp_path_factory.mktemp("models") / "smollm2-135m"
-        smollm2.convert(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def run(model_dir, tmp_path_factory):
+def run(smollm2_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2")
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
         *("-m", "titan_rl.train", "train_configs/smollm2_135m_arithmetic_grpo.toml"),
-        *("--model.hf_assets_path", str(model_dir), "--dump_folder", str(folder)),
+        *("--model.hf_assets_path", str(smollm2_dir), "--dump_folder", str(folder)),
         *("--training.steps", "2", "--data.prompts_per_iteration", "3", "--sampling.group_size", "4"),
         *("--evaluation.num_prompts", "8", "--evaluation.minimum_gain", "none", "--model.export", "false"),
     ]
