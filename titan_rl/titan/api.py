@@ -4,9 +4,10 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.components.validate import Validator
 from torchtitan.config.configs import TrainingConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
-from torchtitan.distributed.utils import clip_grad_norm_, set_pg_timeouts
+from torchtitan.distributed.utils import clip_grad_norm_, dist_sum, set_pg_timeouts
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.profiler import Profiler
@@ -23,7 +24,9 @@ __all__ = [
     "SelectiveAC",
     "Trainer",
     "TrainingConfig",
+    "Validator",
     "clip_grad_norm_",
+    "dist_sum",
     "init_logger",
     "logger",
     "set_pg_timeouts",

@@ -117,7 +117,7 @@ def test_ids_come_from_the_id_column():
          {"messages_column": "m"}, "memory:0: m must end before the reply"),
         ({}, {}, "set exactly one of prompt_column, messages_column and conversation_column; got 'neither'"),
         ({}, {"prompt_column": "q", "conversation_column": "m"}, "got two of them"),
-        ({}, {"conversation_column": "m", "answer_column": "a"}, "data.source.answer_column must be left out"),
+        ({}, {"conversation_column": "m", "answer_column": "a"}, "answer_column must be left out with"),
         ({"m": [{"role": "user", "content": "x"}]},
          {"conversation_column": "m"}, "memory:0: m must end with an assistant message"),
         ({"m": [{"role": "assistant", "content": "x"}]},
