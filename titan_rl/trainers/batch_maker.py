@@ -67,6 +67,7 @@ class BatchMaker:
                 trainer.report.measured(self._credit.assign(groups, batches))
                 per_rollout = mean_by_rollout(batches)
             if trainer.critic is not None:
+                trainer.checkpointer.maybe_wait_for_staging()  # the head may be rescaled
                 trainer.critic.observe(
                     [returns for batch in batches for returns in batch.returns],
                     [m.loss_mask for batch in batches for m in batch.micro_batches],

@@ -108,6 +108,8 @@ _PATHS = (
     ("checkpoint", "initial_load_path"),
     ("teacher", "hf_assets_path"),
     ("teacher", "initial_load_path"),
+    ("critic", "initial_load_path"),
+    ("reward_model", "path"),
 )
 
 

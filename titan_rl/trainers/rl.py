@@ -184,6 +184,7 @@ class RLTrainer(Trainer):
         if self.critic is None or not batch.num_loss_tokens:
             return self.optimizer_step(batch)
         with self.timer.stage("train"):
+            self.checkpointer.maybe_wait_for_staging()
             metrics = self.critic.train_step(
                 batch.micro_batches,
                 returns=batch.returns,
