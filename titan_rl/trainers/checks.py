@@ -39,7 +39,6 @@ def check_config(config: RLTrainer.Config, *, world_size: int, device_type: str)
     _check_device(config, device_type)
     needs = derive_needs(build(config.advantage), config.loss.build(), steps_per_iteration=1)
     _check_needs(config, needs)
-    _check_refill(config)
     spec: Any = config.model_spec
     check_teacher(
         config.teacher,
@@ -52,6 +51,7 @@ def check_config(config: RLTrainer.Config, *, world_size: int, device_type: str)
         group_size=config.sampling.group_size,
         advantage_type=Choice(ADVANTAGES).name_of(config.advantage),
     )
+    _check_shaping(config)
 
 
 def check_supervised_config(config: SupervisedTrainer.Config, *, world_size: int) -> None:
@@ -224,7 +224,15 @@ def _check_needs(config: RLTrainer.Config, needs: Needs) -> None:
         )
 
 
-def _check_refill(config: RLTrainer.Config) -> None:
+def _check_shaping(config: RLTrainer.Config) -> None:
+    buffer = config.shaping.overlong_buffer_tokens
+    if buffer > config.sampling.max_tokens:
+        raise ConfigError(
+            "shaping.overlong_buffer_tokens",
+            f"be at most sampling.max_tokens = {config.sampling.max_tokens}, before which it begins",
+            buffer,
+            "A fifth of sampling.max_tokens is usual.",
+        )
     if config.refill.max_rounds and config.sampling.group_size == 1:
         raise ConfigError(
             "refill.max_rounds",

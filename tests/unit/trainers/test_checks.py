@@ -1,0 +1,126 @@
+"""Combinations of algorithm and settings that make no sense are refused at start-up, with both keys named."""
+
+from pathlib import Path
+
+import pytest
+
+from titan_rl.config.entry import read_checked
+from titan_rl.errors import ConfigError
+from titan_rl.trainers.checks import check_config
+from titan_rl.trainers.configuration import configure
+
+CONFIG = Path(__file__).parents[2] / "integration" / "configs" / "grpo.toml"
+PPO = ("algorithm.type", "ppo")
+ALONE = ("sampling.group_size", 1)
+
+
+def check(monkeypatch, *overrides):
+    monkeypatch.setenv("TITAN_RL_DEVICE", "cpu")
+    arguments = [
+        part
+        for key, value in zip(overrides[::2], overrides[1::2], strict=True)
+        for part in (f"--{key}", str(value))
+    ]
+    check_config(configure(*read_checked(str(CONFIG), arguments)), world_size=1, device_type="cpu")
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "rloo", "gspo", "reinforce_pp_baseline"])
+def test_an_advantage_within_groups_of_one_is_refused(monkeypatch, name):
+    with pytest.raises(
+        ConfigError, match=r"sampling\.group_size must be at least 2 with advantage\.type = .*; got 1"
+    ):
+        check(monkeypatch, "algorithm.type", name, *ALONE)
+
+
+@pytest.mark.parametrize("name", ["ppo", "reinforce_pp", "remax"])
+def test_what_compares_no_siblings_takes_groups_of_one(monkeypatch, name):
+    check(monkeypatch, "algorithm.type", name, *ALONE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("critic.clip_range", 0.1),
+            r'\[critic\] must be left out with advantage\.type = "group_normalized", which needs no critic',
+        ),
+        (
+            (*PPO, "advantage.type", "returns", "critic.warmup_iterations", 2),
+            r'\[critic\] must be left out with advantage\.type = "returns"',
+        ),
+        (
+            ("loss.kl.estimator", "k1"),
+            r'loss\.kl\.estimator must be "k2" or "k3" with loss\.kl\.placement = "loss"',
+        ),
+        (
+            (*PPO, "loss.kl.placement", "loss"),
+            r'loss\.kl\.estimator must be "k2" or "k3" with loss\.kl\.placement = "loss"',
+        ),
+        (
+            ("loss.kl.coefficient", 0.0, "loss.kl.target", 0.1),
+            r"loss\.kl\.coefficient must be above 0 with loss\.kl\.target",
+        ),
+        (
+            ("loss.surrogate.clip_dual", 1.2),
+            r"loss\.surrogate\.clip_dual must be 0, or above 1 \+ loss\.surrogate\.clip_high = 1\.2; got",
+        ),
+        (
+            ("loss.rejection.type", "reject_tokens", "loss.rejection.low", 2.0),
+            r"loss\.rejection\.low must be below loss\.rejection\.high = 2\.0; got 2\.0",
+        ),
+        (
+            ("loss.correction.type", "masked_tokens", "loss.correction.high", 0.5),
+            r"loss\.correction\.low must be below loss\.correction\.high = 0\.5; got 0\.5",
+        ),
+        (
+            (*PPO, *ALONE, "refill.max_rounds", 3),
+            r"refill\.max_rounds must be 0 with sampling\.group_size = 1, .*; got 3",
+        ),
+        (
+            ("shaping.overlong_buffer_tokens", 5),
+            r"shaping\.overlong_buffer_tokens must be at most sampling\.max_tokens = 4, .*; got 5",
+        ),
+        (
+            ("algorithm.type", "on_policy_distillation"),
+            r"\[teacher\] must be a table with loss\.distillation\.coefficient = 1\.0",
+        ),
+        (
+            ("teacher.initial_load_path", "somewhere"),
+            r"\[teacher\] must be left out with loss\.distillation\.coefficient = 0",
+        ),
+        (
+            ("algorithm.type", "grpp"),
+            r"algorithm\.type must be one of .*; got 'grpp'\. Did you mean 'grpo'\?",
+        ),
+        (
+            ("data.prompts_per_iteration", 2, "algorithm.steps_per_iteration", 4),
+            r"algorithm\.steps_per_iteration must be at most data\.prompts_per_iteration = 2; got 4",
+        ),
+    ],
+)
+def test_a_contradiction_names_both_keys(monkeypatch, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check(monkeypatch, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("shaping.reward_clip", 0.0), r"shaping\.reward_clip"),
+        (("advantage.eps", 0.0), r"advantage\.eps"),
+        ((*PPO, "advantage.lambda_policy", 1.5), r"advantage\.lambda_policy"),
+        ((*PPO, "critic.clip_range", -0.1), r"critic\.clip_range"),
+        (("loss.kl.horizon_samples", 0), r"loss\.kl\.horizon_samples"),
+        (("refill.max_rounds", -1), r"refill\.max_rounds"),
+        (("loss.entropy.coefficient", -0.1), r"loss\.entropy\.coefficient"),
+    ],
+)
+def test_an_impossible_value_is_refused_by_its_key(monkeypatch, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check(monkeypatch, *overrides)
+
+
+def test_the_configuration_that_all_of_this_starts_from_is_sound(monkeypatch):
+    check(monkeypatch)
+    check(monkeypatch, *PPO, "critic.clip_range", 0.1, "loss.kl.target", 0.1)
+    check(monkeypatch, "shaping.overlong_buffer_tokens", 4, "refill.max_rounds", 2)
