@@ -377,6 +377,9 @@ class FakeGenerator:
     def __init__(self, logprobs: tuple[float, ...], *, forgets: bool = False, fails: bool = False) -> None:
         self.logprobs, self.forgets, self.fails = logprobs, forgets, fails
 
+    def altered_weights(self) -> tuple[str, ...]:
+        return ()
+
     def load_weights(self, update: Any) -> WeightReceipt:
         checksums: dict[str, int] = {}
         for name, tensor in update.tensors:

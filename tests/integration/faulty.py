@@ -95,10 +95,29 @@ class _Faulty:
 
     def _perturbed(self, update: WeightUpdate) -> WeightReceipt:
         receipt = super().load_weights(update)
-        with torch.no_grad():
-            weight = self._model.model.layers["2"].feed_forward.w2.weight
-            weight[3, 5] += 1.0  # one element of one matrix
+        self._perturb(1.0)
         return receipt
+
+    def _perturbed_slightly(self, update: WeightUpdate) -> WeightReceipt:
+        """By too little for the probe."""
+        receipt = super().load_weights(update)
+        self._perturb(1e-5)
+        return receipt
+
+    def _unseen_row_perturbed(self, update: WeightUpdate) -> WeightReceipt:
+        """The embedding of a token that is not in the probe. In vLLM on a CPU the tied head is a copy."""
+        receipt = super().load_weights(update)
+        self._engine.collective_rpc(_perturb_last_row)
+        return receipt
+
+    def _perturb(self, amount: float) -> None:
+        with torch.no_grad():
+            self._model.model.layers["2"].feed_forward.w2.weight[3, 5] += amount  # one element of one matrix
+
+
+def _perturb_last_row(worker: Any) -> None:
+    with torch.no_grad():
+        worker.model_runner.get_model().model.embed_tokens.weight[103] += 1.0
 
 
 class FaultyLocal(_Faulty, LocalGenerator):

@@ -21,11 +21,13 @@ CAUSES = {
     "tensor_left_out": f"1 tensors did not arrive, {LEFT_OUT} among them",
     "tensor_left_out_unnoticed": "were not written, layers.1.feed_forward.w3.weight among them",
     "perturbed": "does not serve what was delivered",
+    "perturbed_slightly": "were changed after loading, layers.2.feed_forward.w2.weight among them",
     "older_completions": "come from the weights of version 1 alone; got ((0, 0),)",
 }
 VLLM_CAUSES = {
     "tied_head_left_out": f"1 parameters of the generator were not written, {TIED_HEAD} among them",
     "tied_head_left_out_unnoticed": "does not serve what was delivered",
+    "unseen_row_perturbed": "were changed after loading, model.embed_tokens.weight among them",
 }
 
 

@@ -54,6 +54,11 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
     return total
 
 
+def parameter_checksums(model: torch.nn.Module) -> dict[str, int]:
+    """:func:`tensor_checksum` of every parameter of a model, by name; empty ones are left out."""
+    return {name: tensor_checksum(p) for name, p in model.named_parameters() if p.numel()}
+
+
 def _block_sums(parts: list[torch.Tensor]) -> list[tuple[int, int]]:
     """Weighted sums of the upper and the lower halves of each block; parts are int64 ``[R, 2**15]``."""
     device = parts[0].device

@@ -1,16 +1,15 @@
 """The TorchTitan model itself as a generator: small and exact.
 
-For tests, for machines without vLLM, and for architectures that vLLM does not know. Here: the life of the
-requests and the batch that is decoded. Not here: the model and its cache
+For tests, for machines without vLLM, and for architectures that vLLM does not know. Here: the batch that is
+decoded. Not here: the model and its cache
 (:mod:`titan_rl.titan.cached_model`), and the choice of tokens (:mod:`titan_rl.generation.sampling`).
 """
 
 from __future__ import annotations
 
 import random
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -18,8 +17,9 @@ import torch
 from annotated_types import Ge
 
 from titan_rl.errors import GeneratorError
-from titan_rl.functional.checksum import tensor_checksum
-from titan_rl.generation.protocol import GeneratorContext, GeneratorStatus, name_some
+from titan_rl.functional.checksum import parameter_checksums, tensor_checksum
+from titan_rl.generation.in_process import InProcessGenerator
+from titan_rl.generation.protocol import GeneratorContext
 from titan_rl.generation.sampling import draw, processed_logprobs
 from titan_rl.titan.cached_model import build_cached_model
 from titan_rl.titan.weight_sink import WeightSink
@@ -50,7 +50,7 @@ class _Sequence:
         return FinishReason.LENGTH if len(self.token_ids) == sampling.max_tokens else None
 
 
-class LocalGenerator:
+class LocalGenerator(InProcessGenerator):
     """The policy's architecture with a KV cache; see :class:`titan_rl.generation.protocol.Generator`.
 
     Each rank holds a whole copy and serves its own requests; ranks need not step together. Requests join the
@@ -81,9 +81,9 @@ class LocalGenerator:
         Raises:
             ConfigError: The model's attention is not plainly causal.
         """
+        super().__init__(context.max_model_len)
         self._config = config
         self._adapter = context.adapter
-        self._max_model_len = context.max_model_len
         self._vocab_size = context.model_config.vocab_size
         self._model = build_cached_model(
             context.model_config,
@@ -91,64 +91,8 @@ class LocalGenerator:
             max_rows=config.max_num_seqs,
             max_tokens=context.max_model_len,
         )
-        self._policy_version: int | None = None
-        self._is_paused = False
-        self._in_flight: dict[str, _Sequence] = {}
         self._waiting: deque[_Sequence] = deque()
         self._active: list[_Sequence] = []  # index = row of the cache
-        self._finished: deque[Completion] = deque()
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[str]:
-        """See :meth:`titan_rl.generation.protocol.Generator.submit`."""
-        self._require_weights()
-        ids = [request.id for request in requests]
-        seen = set(self._in_flight)
-        for request in requests:
-            if request.id in seen:
-                raise GeneratorError(
-                    f"Request ids must be distinct among those in flight; got {request.id!r} twice. "
-                    "Give each sample and turn its own id."
-                )
-            seen.add(request.id)
-            self._check_request(request)
-        for request in requests:
-            # Not torch.Generator: on a CPU it keeps 32 bits of the seed.
-            sequence = _Sequence(request, random.Random(request.seed))
-            self._in_flight[request.id] = sequence
-            self._waiting.append(sequence)
-        return ids
-
-    def completions(self, timeout_seconds: float) -> Iterator[Completion]:
-        """See :meth:`titan_rl.generation.protocol.Generator.completions`."""
-        deadline = time.monotonic() + timeout_seconds
-        while self._in_flight and not self._is_paused:
-            if not self._finished:
-                if time.monotonic() >= deadline:
-                    raise GeneratorError(
-                        f"Completions must finish within {timeout_seconds:g} s; got {len(self._in_flight)} "
-                        f"unfinished: {name_some(list(self._in_flight))}. Raise sampling.timeout_seconds or "
-                        "lower sampling.max_tokens."
-                    )
-                self._step()
-                continue
-            completion = self._finished.popleft()
-            del self._in_flight[completion.request_id]
-            yield completion
-
-    def abort(self, ids: Sequence[str]) -> None:
-        """See :meth:`titan_rl.generation.protocol.Generator.abort`."""
-        dropped = {name for name in ids if self._in_flight.pop(name, None) is not None}
-        self._waiting = deque(s for s in self._waiting if s.request.id not in dropped)
-        self._finished = deque(c for c in self._finished if c.request_id not in dropped)
-        self._release([row for row, s in enumerate(self._active) if s.request.id in dropped])
-
-    def pause(self) -> None:
-        """See :meth:`titan_rl.generation.protocol.Generator.pause`."""
-        self._is_paused = True
-
-    def resume(self) -> None:
-        """See :meth:`titan_rl.generation.protocol.Generator.resume`."""
-        self._is_paused = False
 
     def load_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See :meth:`titan_rl.generation.protocol.Generator.load_weights`.
@@ -160,7 +104,7 @@ class LocalGenerator:
                 with another shape.
         """
         self._require_idle("load_weights")
-        self._policy_version = None
+        self._policy_version, self._written = None, {}
         self._model.drop_cache()
         sink = WeightSink(self._model.model, self._adapter)
         checksums: dict[str, int] = {}
@@ -168,13 +112,10 @@ class LocalGenerator:
             checksums[name] = tensor_checksum(tensor)
             sink.write(name, tensor)
         unwritten = sink.finish()
+        self._written = self._checksums()
         if not unwritten:
             self._policy_version = update.version
         return WeightReceipt(version=update.version, checksums=checksums, unwritten=unwritten)
-
-    def status(self) -> GeneratorStatus:
-        """See :meth:`titan_rl.generation.protocol.Generator.status`."""
-        return GeneratorStatus(self._policy_version, len(self._in_flight), self._is_paused)
 
     def prompt_logprobs(
         self, token_ids: Sequence[tuple[int, ...]], temperature: float = 1.0
@@ -202,6 +143,17 @@ class LocalGenerator:
         """Release the model. Nothing may be called afterwards."""
         self._policy_version = None
         del self._model
+
+    def _begin(self, request: GenerationRequest) -> None:
+        # Not torch.Generator: on a CPU it keeps 32 bits of the seed.
+        self._waiting.append(_Sequence(request, random.Random(request.seed)))
+
+    def _drop(self, ids: Set[str]) -> None:
+        self._waiting = deque(s for s in self._waiting if s.request.id not in ids)
+        self._release([row for row, s in enumerate(self._active) if s.request.id in ids])
+
+    def _checksums(self) -> dict[str, int]:
+        return parameter_checksums(self._model.model)
 
     def _step(self) -> None:
         """Sample one token: of waiting requests if there is a free row, otherwise of every active one."""
@@ -249,28 +201,8 @@ class LocalGenerator:
                 self._model.move(len(self._active), target=row)
                 self._active[row] = last
 
-    def _require_weights(self) -> None:
-        if self._policy_version is None:
-            raise GeneratorError(
-                "The generator must hold a complete set of weights before it is used; got none. "
-                "Call load_weights, and look at the receipt's unwritten parameters."
-            )
-
-    def _require_idle(self, method: str) -> None:
-        if self._in_flight:
-            raise GeneratorError(
-                f"{method} must find nothing in flight; got {name_some(list(self._in_flight))}. "
-                "Iterate completions() or abort them first."
-            )
-
     def _check_request(self, request: GenerationRequest) -> None:
-        num_prompt, num_new = len(request.prompt_token_ids), request.sampling.max_tokens
-        if num_prompt < 1 or num_new < 1 or num_prompt + num_new > self._max_model_len:
-            raise GeneratorError(
-                f"Request {request.id!r} must have at least one prompt token and one new token, and at most "
-                f"{self._max_model_len} together; got {num_prompt} and {num_new}. "
-                "Drop longer prompts, lower sampling.max_tokens or raise training.seq_len."
-            )
+        super()._check_request(request)
         if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < self._vocab_size:
             raise GeneratorError(
                 f"Request {request.id!r} must have prompt tokens below {self._vocab_size}; got "

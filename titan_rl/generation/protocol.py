@@ -131,6 +131,14 @@ class Generator(Protocol):
         """
         ...
 
+    def altered_weights(self) -> tuple[str, ...]:
+        """Names of the generator's own parameters that do not hold what the last :meth:`load_weights` wrote.
+
+        What an engine keeps out of sight (vLLM packs linear weights on a CPU) cannot be looked at. Reads
+        every weight once.
+        """
+        ...
+
     def status(self) -> GeneratorStatus:
         """Return the current state; cheap."""
         ...

@@ -1,7 +1,8 @@
 """vLLM as a generator, in the process of a torchrun rank.
 
-Here: the configuration, the life of the requests, and the version of the weights. Not here: calls into vLLM's
-API (:mod:`titan_rl.generation.vllm_engine`) and the process around it (:mod:`titan_rl.generation.vllm_env`).
+Here: the configuration and what the generator does. Not here: the life of the requests
+(:mod:`titan_rl.generation.in_process`), calls into vLLM's API (:mod:`titan_rl.generation.vllm_engine`) and
+the process around it (:mod:`titan_rl.generation.vllm_env`).
 This module does not import vLLM, so that configurations can be read and checked where it is not installed.
 """
 
@@ -9,9 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated, Any
@@ -19,19 +18,20 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le
 
 from titan_rl.errors import ConfigError, GeneratorError
-from titan_rl.generation.protocol import GeneratorContext, GeneratorStatus, name_some
+from titan_rl.generation.in_process import InProcessGenerator
+from titan_rl.generation.protocol import GeneratorContext
 from titan_rl.generation.vllm_env import (
     preserved_random_state,
     preserved_threads,
     set_vllm_environment,
 )
-from titan_rl.types import Completion, GenerationRequest, WeightReceipt, WeightUpdate
+from titan_rl.types import GenerationRequest, WeightReceipt, WeightUpdate
 
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _CPU_BLOCK_SIZE = 32  # vLLM's CPU attention takes multiples of it only
 
 
-class VllmGenerator:
+class VllmGenerator(InProcessGenerator):
     """A vLLM engine in this process; see :class:`titan_rl.generation.protocol.Generator`.
 
     Every rank of the launch builds one at the same time. Ranks ``k * tensor_parallel_degree`` and following
@@ -80,15 +80,10 @@ class VllmGenerator:
                 another.
         """
         _check_launch(config, context)
+        super().__init__(context.max_model_len, agree=context.agree)
         self._is_cuda = context.device_type == "cuda"
-        self._max_model_len = context.max_model_len
         self._can_sleep = self._is_cuda and config.enable_sleep_mode
         self._is_asleep = False
-        self._agree = context.agree or _own_decision
-        self._policy_version: int | None = None
-        self._is_paused = False
-        self._in_flight: dict[str, GenerationRequest] = {}
-        self._finished: deque[Completion] = deque()
         arguments = {
             "model": context.model_dir,
             "dtype": context.dtype,
@@ -118,57 +113,6 @@ class VllmGenerator:
             chosen["max_num_batched_tokens"] = config.max_num_batched_tokens
         return chosen
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[str]:
-        """See :meth:`titan_rl.generation.protocol.Generator.submit`."""
-        self._require_weights()
-        ids = [request.id for request in requests]
-        taken = [name for name in ids if name in self._in_flight]
-        if taken or len(set(ids)) != len(ids):
-            repeated = taken or [name for index, name in enumerate(ids) if name in ids[:index]]
-            raise GeneratorError(
-                f"Request ids must be distinct among those in flight; got {name_some(repeated)} twice. "
-                "Give each sample and turn its own id."
-            )
-        for request in requests:
-            self._check_request(request)
-        for request in requests:
-            self._vllm.add_completion_request(self._engine, request)
-            self._in_flight[request.id] = request
-        return ids
-
-    def completions(self, timeout_seconds: float) -> Iterator[Completion]:
-        """See :meth:`titan_rl.generation.protocol.Generator.completions`."""
-        deadline = time.monotonic() + timeout_seconds
-        while self._in_flight and not self._is_paused:
-            if not self._finished:
-                # One rank's clock decides: a rank that stepped alone would wait for the others for ever.
-                if self._agree(time.monotonic() >= deadline):
-                    raise GeneratorError(
-                        f"Completions must finish within {timeout_seconds:g} s; got {len(self._in_flight)} "
-                        f"unfinished: {name_some(list(self._in_flight))}. Raise the timeout or "
-                        "lower sampling.max_tokens."
-                    )
-                self._finished.extend(self._step())
-                continue
-            completion = self._finished.popleft()
-            del self._in_flight[completion.request_id]
-            yield completion
-
-    def abort(self, ids: Sequence[str]) -> None:
-        """See :meth:`titan_rl.generation.protocol.Generator.abort`."""
-        dropped = {name for name in ids if self._in_flight.pop(name, None) is not None}
-        computing = [name for name in dropped if all(done.request_id != name for done in self._finished)]
-        self._finished = deque(done for done in self._finished if done.request_id not in dropped)
-        self._engine.abort_request(computing)
-
-    def pause(self) -> None:
-        """See :meth:`titan_rl.generation.protocol.Generator.pause`."""
-        self._is_paused = True
-
-    def resume(self) -> None:
-        """See :meth:`titan_rl.generation.protocol.Generator.resume`."""
-        self._is_paused = False
-
     def load_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See :meth:`titan_rl.generation.protocol.Generator.load_weights`.
 
@@ -176,16 +120,13 @@ class VllmGenerator:
         keeps a packed copy of the head, which would go stale. If it is missing, it is reported as unwritten.
         """
         self._require_idle("load_weights")
-        self._policy_version = None
+        self._policy_version, self._written = None, {}
         with preserved_random_state():
             checksums, unwritten = self._vllm.replace_weights(self._engine, update.tensors)
+            self._written = self._checksums()
         if not unwritten:
             self._policy_version = update.version
         return WeightReceipt(version=update.version, checksums=checksums, unwritten=unwritten)
-
-    def status(self) -> GeneratorStatus:
-        """See :meth:`titan_rl.generation.protocol.Generator.status`."""
-        return GeneratorStatus(self._policy_version, len(self._in_flight), self._is_paused)
 
     def prompt_logprobs(
         self, token_ids: Sequence[tuple[int, ...]], temperature: float = 1.0
@@ -237,35 +178,21 @@ class VllmGenerator:
         self._engine.engine_core.shutdown()
         self._engine = None
 
-    def _step(self) -> list[Completion]:
-        """Compute one token of every running request; return the completions that this finished."""
+    def _begin(self, request: GenerationRequest) -> None:
+        self._vllm.add_completion_request(self._engine, request)
+
+    def _drop(self, ids: Set[str]) -> None:
+        self._engine.abort_request(sorted(ids))
+
+    def _step(self) -> None:
         with preserved_random_state():
             outputs = self._engine.step()
         finished = [out for out in outputs if out.finished and out.request_id in self._in_flight]
-        return [self._vllm.read_completion(out, self._policy_version) for out in finished]
+        self._finished += [self._vllm.read_completion(out, self._policy_version) for out in finished]
 
-    def _require_weights(self) -> None:
-        if self._policy_version is None:
-            raise GeneratorError(
-                "The generator must hold a complete set of weights before it is used; got none. "
-                "Call load_weights, and look at the receipt's unwritten parameters."
-            )
-
-    def _require_idle(self, method: str) -> None:
-        if self._in_flight:
-            raise GeneratorError(
-                f"{method} must find nothing in flight; got {name_some(list(self._in_flight))}. "
-                "Iterate completions() or abort them first."
-            )
-
-    def _check_request(self, request: GenerationRequest) -> None:
-        num_prompt, num_new = len(request.prompt_token_ids), request.sampling.max_tokens
-        if num_prompt < 1 or num_new < 1 or num_prompt + num_new > self._max_model_len:
-            raise GeneratorError(
-                f"Request {request.id!r} must have at least one prompt token and one new token, and at most "
-                f"{self._max_model_len} together; got {num_prompt} and {num_new}. "
-                "Drop longer prompts, lower sampling.max_tokens or raise training.seq_len."
-            )
+    def _checksums(self) -> dict[str, int]:
+        """On a CPU those of the embedding and the norms: linear weights are packed out of sight."""
+        return self._vllm.held_checksums(self._engine)
 
 
 def vllm_supports(architecture: str) -> bool:
@@ -278,10 +205,6 @@ def vllm_supports(architecture: str) -> bool:
     """
     with preserved_random_state():
         return architecture in _import_engine(run_threads=None).supported_architectures()
-
-
-def _own_decision(flag: bool) -> bool:
-    return flag
 
 
 def _import_engine(run_threads: int | None) -> ModuleType:

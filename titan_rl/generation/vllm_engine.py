@@ -24,7 +24,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import core as vllm_core
 
 from titan_rl.errors import GeneratorError
-from titan_rl.functional.checksum import tensor_checksum
+from titan_rl.functional.checksum import parameter_checksums, tensor_checksum
 from titan_rl.types import Completion, FinishReason, GenerationRequest
 
 _CPU_BATCHED_TOKENS = 8192
@@ -173,6 +173,16 @@ def replace_weights(
             "Load weights only while nothing is in flight."
         )
     return checksums, tuple(unwritten)
+
+
+def held_checksums(engine: LLMEngine) -> dict[str, int]:
+    """Checksums of the parameters of vLLM's model on this rank, by vLLM's names and in vLLM's layout."""
+    (checksums,) = engine.collective_rpc(cast(Any, _parameter_checksums))
+    return checksums
+
+
+def _parameter_checksums(worker: Any) -> dict[str, int]:
+    return parameter_checksums(worker.model_runner.get_model())
 
 
 def _summed(

@@ -29,6 +29,10 @@ class Receiver:
         self.held: dict[str, torch.Tensor] = {}
         self.versions: list[int] = []
         self.asked: list[tuple[int, ...]] = []
+        self.altered: list[tuple[str, ...]] = []  # answers, one per question
+
+    def altered_weights(self):
+        return self.altered.pop(0) if self.altered else ()
 
     def load_weights(self, update):
         assert (update.kind, update.base_version) == ("full", None)
@@ -194,17 +198,17 @@ def test_the_bound_is_the_sections():
 
 
 def test_a_sound_rank_refuses_with_the_cause_of_the_rank_at_fault():
-    receiver, ranks = Receiver(), Ranks("it did not arrive")
+    receiver, ranks = Receiver(), Ranks(None, "it did not arrive")
     with pytest.raises(HandshakeError) as caught:
         push(receiver, ranks=ranks)
     assert str(caught.value) == "Weight push refused by the generator of rank 0: it did not arrive."
-    assert ranks.told == [None]
+    assert ranks.told == [None, None]
     assert receiver.asked == []
 
-    ranks = Ranks(None, "it is not served")
+    ranks = Ranks(None, None, "it is not served")
     with pytest.raises(HandshakeError, match="by the generator of rank 0: it is not served"):
         push(Receiver(), ranks=ranks)
-    assert ranks.told == [None, None]
+    assert ranks.told == [None, None, None]
 
 
 @pytest.mark.parametrize("fault", [{"on_receipt": lambda r: replace(r, version=1)}, {"logprobs": ()}])
@@ -213,6 +217,20 @@ def test_a_rank_at_fault_tells_the_others_before_it_raises(fault):
     with pytest.raises(HandshakeError) as caught:
         push(Receiver(**fault), ranks=ranks)
     assert str(caught.value) == f"Weight push refused: {ranks.told[-1]}."
+
+
+@pytest.mark.parametrize(
+    ("answers", "versions"), [([(), ("embed",)], [9]), ([("embed",)], [])], ids=["this push", "the last one"]
+)
+def test_weights_that_were_changed_after_loading_are_refused(answers, versions):
+    receiver = Receiver()
+    receiver.altered = list(answers)
+    with pytest.raises(HandshakeError) as caught:
+        push(receiver)
+    assert str(caught.value) == (
+        "Weight push refused: 1 parameters of the generator were changed after loading, embed among them."
+    )
+    assert receiver.versions == versions  # what was served until now is looked at before anything is loaded
 
 
 # --------------------------------------------------------------- exceptions in the middle of a collective
@@ -253,7 +271,7 @@ def test_a_generator_that_fails_in_the_middle_leaves_no_rank_waiting(name, capsy
         sync.push(1)
     assert str(caught.value) == f"Weight push refused: loading them raised RuntimeError: no room for {name}."
     assert stream.read == 3
-    assert len(ranks.told) == 1
+    assert len(ranks.told) == 2
     assert "on_arrival" in capsys.readouterr().err  # where it came from
 
 
@@ -285,7 +303,7 @@ def test_a_generator_that_cannot_score_tells_the_others():
     ranks = Ranks()
     with pytest.raises(HandshakeError, match="scoring the probe raised GeneratorError: The engine is dead"):
         push(Mute(), ranks=ranks)
-    assert len(ranks.told) == 2
+    assert len(ranks.told) == 3
 
 
 def test_what_the_stream_raises_is_raised_as_it_is():
@@ -305,7 +323,7 @@ def test_what_the_stream_raises_is_raised_as_it_is():
     )
     with pytest.raises(ConfigError, match="model tensor x"):
         sync.push(1)
-    assert ranks.told == []  # the stream is the same on all ranks: all of them raise
+    assert ranks.told == [None]  # the stream is the same on all ranks: all of them raise
 
 
 def test_a_version_that_does_not_fit_is_named_before_anything_else():
