@@ -23,10 +23,12 @@ class RefillSection:
 
 
 def has_signal(group: Group) -> bool:
-    """Whether a group teaches: its rewards differ, so that its advantages are not all 0.
+    """Whether a group teaches: its rewards differ, among each other or from its baseline's.
 
-    A group whose baseline has no reward teaches nothing either, because it has no advantages.
+    A group whose baseline has no reward teaches nothing, because it has no advantages.
     """
-    if group.baseline is not None and group.baseline.reward is None:
-        return False
-    return len({rollout.reward.total for rollout in group.rollouts if rollout.reward is not None}) > 1
+    rewards = {rollout.reward.total for rollout in group.rollouts if rollout.reward is not None}
+    if group.baseline is None:
+        return len(rewards) > 1
+    baseline = group.baseline.reward
+    return baseline is not None and bool(rewards - {baseline.total})

@@ -32,5 +32,12 @@ def test_a_group_whose_baseline_has_no_reward_is_not_kept():
     assert not has_signal(group)
 
 
+@pytest.mark.parametrize(("baseline", "kept"), [(1.0, False), (0.0, True)])
+def test_equal_rewards_teach_where_the_baseline_differs(baseline, kept):
+    group = make_group(0, [1.0, 1.0])
+    group.baseline = make_rollout(reward=baseline)
+    assert has_signal(group) is kept
+
+
 def test_it_is_off_unless_asked_for():
     assert RefillSection().max_rounds == 0
