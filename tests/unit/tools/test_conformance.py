@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import runpy
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from titan_rl import cli
 from titan_rl.algorithms import registries
 from titan_rl.algorithms.preference_registry import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
 
-FOLDER = Path(__file__).parents[2] / "numerics" / "data"
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "tests" / "numerics" / "data"
 A = json.loads((FOLDER / "fixture_a.json").read_text())
 B = json.loads((FOLDER / "fixture_b.json").read_text())
 TOLERANCE = 1e-5  # against the peers, who computed in fp32
@@ -153,8 +155,8 @@ def test_without_output_the_json_goes_to_standard_output(capsys, of_a):
     assert json.loads(capsys.readouterr().out) == of_a
 
 
-def test_float64_agrees_with_fp32_and_is_not_it(of_b):
-    rows = run_file("fixture_b.json")
+def test_float64_agrees_with_fp32_and_is_not_it(tmp_path, of_b):
+    rows = run(tmp_path, B["fixture"], B["hyperparameters"])
     assert rows.keys() == of_b.keys()
     gaps = [
         abs(rows[name]["loss"] - row["loss"]) / max(1.0, abs(row["loss"]))
@@ -165,24 +167,31 @@ def test_float64_agrees_with_fp32_and_is_not_it(of_b):
     assert sum(gap > 1e-9 for gap in gaps) > 40
 
 
-def run_file(name):
-    return run(Path(CACHE_FOLDER), json.loads((FOLDER / name).read_text())["fixture"], B["hyperparameters"])
-
-
-CACHE_FOLDER = "."
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path):
-    globals()["CACHE_FOLDER"] = str(tmp_path)
-
-
 # ----------------------------------------------------------------------------------------------- the peers
+
+
+def together(places):
+    """Tables of all these rows in as few dicts as agree, so that one run serves many rows."""
+    found, by_name = {}, {}
+    for name, place in places.items():
+        merged_ones = found.setdefault(json.dumps(place.fields), [])
+        for merged in merged_ones:
+            if all(merged.get(key, table) == table for key, table in place.hyperparameters.items()):
+                break
+        else:
+            merged_ones.append(merged := {})
+        merged.update(place.hyperparameters)
+        by_name[name] = merged
+    return by_name
+
+
+PLACES = {name: place for name in ROWS if (place := conformance_rows.place(name)) is not None}
+TABLES = together(PLACES)
 
 
 def of_peer(folder, name):
     """The command's row for a row of the peers' file."""
-    place = conformance_rows.place(name)
+    place = PLACES[name]
     expected = peer_rows.find(A, name)
     fields = dict(place.fields)
     if "vpreds" in fields:
@@ -190,7 +199,7 @@ def of_peer(folder, name):
     fixture = A["fixture"]
     if place.row.startswith(("preference/", "reward_model/")):
         fixture, fields = pairs_of_one_token(fields), {}
-    return run(folder, changed(fixture, fields), place.hyperparameters)[place.row]
+    return run(folder, changed(fixture, fields), TABLES[name])[place.row]
 
 
 def pairs_of_one_token(fields):
@@ -620,7 +629,7 @@ def word(f):
 @pytest.mark.parametrize(
     ("change", "where", "constraint"),
     [
-        (remove("logp"), "fixture.logp", "must be there, [B, T]; got 'no such key'"),
+        (remove("logp"), "fixture.logp", "must be there, [B, T]; got no such key"),
         (remove("uid"), "fixture.uid", "must be there, [B]"),
         (broken(logpp=[1]), "fixture.logpp", "Did you mean 'logp'?"),
         (broken(mask=[]), "fixture.mask", "must be [B, T] with at least one row"),
@@ -726,3 +735,17 @@ def test_a_file_that_is_not_there_or_cannot_be_written_is_refused(tmp_path, caps
     target = tmp_path / "no" / "rows.json"
     assert cli.main(["conformance", str(FOLDER / "fixture_a.json"), "--output", str(target)]) == 2
     assert "--output must be a file that can be written" in capsys.readouterr().err
+
+
+def test_the_page_is_what_its_script_writes():
+    script = runpy.run_path(str(ROOT / "scripts" / "make_conformance_page.py"))
+    page = (ROOT / "docs" / "conformance.md").read_text()
+    assert script["render"]() == page
+    for name in ROWS:  # complete
+        assert any(f"| `{shown}` |" in page for shown in endings(name)), name
+
+
+def endings(name):
+    """A row's name without the peer's, as a cell of a table shows it."""
+    parts = name.replace("|", "\\|").split("/")
+    return ["/".join(parts[i:]) for i in range(len(parts))]

@@ -184,6 +184,8 @@ class Options:
         return self.of_function("sample_mean_over_constant", parts.Constant(max_tokens=self._tokens))
 
     def _overlay(self, default: T, name: str, table: Mapping[str, Any]) -> T:
+        if not table:
+            return default
         return overlay(default, table, where=f"hyperparameters.{name}", locate=lambda _: (self._file, None))
 
 
