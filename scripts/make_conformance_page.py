@@ -105,11 +105,7 @@ def _row(name: str, shown: str) -> str:
         return f"| `{_cell(shown)}` | nothing | left out | | {_cell(row.reason)} |"
     where = place(name)
     fields = [_set(key, value) for key, value in where.fields.items()]
-    if where.row.startswith(("preference/", "reward_model/")):
-        fields.append("in rollouts of one token, of groups of two, with `ref` = 0")
-    notes = [note for note in (row.note, *fields) if note]
-    if where.hyperparameters.get("gae", {}).get("lambda_critic"):
-        notes.append("the command's `lambda_critic` set to the same; the part's default is 1")
+    notes = [note for note in (row.note, *fields, where.note) if note]
     parts = str(row).split(" / ") if isinstance(row, LossRow) else [str(row)]
     counterpart = (
         " x ".join(f"`{_cell(one)}`" for one in parts)

@@ -46,6 +46,7 @@ PREFERENCES = {
     "dpo b.1 ls.1 (cDPO)": ("preference/cdpo", {"beta": 0.1, "label_smoothing": 0.1}),
     "ipo b.1": ("preference/ipo", {"beta": 0.1}),
 }
+OF_ONE_TOKEN = "in rollouts of one token, of groups of two, with `ref` = 0"
 _PARTS = "titan_rl.tools.conformance.parts"
 
 
@@ -57,11 +58,13 @@ class Place:
         row: Its name.
         hyperparameters: Tables that the fixture must have.
         fields: What other fields of the fixture must be: a list, or the name of the field that holds it.
+        note: What differs from the function that the peer's row is compared with.
     """
 
     row: str
     hyperparameters: dict[str, dict[str, Any]] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
 
 
 def place(name):
@@ -77,23 +80,26 @@ def _of_loss(loss):
         surrogate = {"type": f"{_PARTS}:TotalVariationMasked", **loss.surrogate.arguments}
         kl = {"estimator": loss.kl.name, "coefficient": loss.coefficient}
         table = {"surrogate": surrogate, "kl": kl}
-        return Place(
-            "composition/peer", {"composition/peer": table}, {"old": "roll", "ref": loss_field(loss)}
-        )
+        fields = {"old": "roll", "ref": loss_field(loss)}
+        return Place("composition/peer", {"composition/peer": table}, fields, "a table of the fixture")
     parts = [loss.surrogate, loss.aggregation, *loss.corrections]
     tables = {part.name: dict(part.arguments) for part in parts if part.arguments}
     if loss.kl is not None:
         return Place(f"kl/reference|{loss.kl.name}", {**tables, "kl": {"coefficient": loss.coefficient}})
     if loss.corrections:
         (correction,) = loss.corrections
-        # The policy against the old policy in the peer, against the generator in ours.
-        fields = {"roll": "old"} if correction.name.startswith("reject_negative") else {}
-        return Place(f"correction/{CORRECTIONS[correction.name]}", tables, fields)
+        fields, note = {}, ""
+        if correction.name.startswith("reject_negative"):
+            fields = {"roll": "old"}
+            note = "the peer compares the policy with the old policy, our part with the generator"
+        return Place(f"correction/{CORRECTIONS[correction.name]}", tables, fields, note)
     kind = f"surrogate/{SURROGATES[loss.surrogate.name]}"
     if loss.ratio.name in RATIOS:
         kind = f"ratio/{RATIOS[loss.ratio.name]}"
     suffix = "" if loss.aggregation.name == "token_mean" else f"|{loss.aggregation.name}"
-    return Place(kind + suffix, tables)
+    is_capped = loss.surrogate.name == "total_variation_masked"
+    note = "our part `total_variation` has a fixed cap of 20" if is_capped else ""
+    return Place(kind + suffix, tables, note=note)
 
 
 def loss_field(loss):
@@ -104,9 +110,10 @@ def loss_field(loss):
 def _of_function(name, row):
     arguments = dict(row.arguments)
     if row.kind in ("whitened gae", "gae row 0"):
-        # The function's critic has the policy's lambda unless told; the part's has 1.
         tables = {"gae": {**arguments, "lambda_critic": arguments["lambda_policy"]}}
-        return Place("advantage/gae" + ("|whitened" if row.kind == "whitened gae" else ""), tables)
+        note = "`lambda_critic` is that of the policy; our part's default is 1"
+        suffix = "|whitened" if row.kind == "whitened gae" else ""
+        return Place(f"advantage/gae{suffix}", tables, note=note)
     if row.kind == "whitened returns":
         return Place("advantage/returns|whitened", {"discounted_returns": arguments})
     if row.kind == "whitened group":
@@ -123,6 +130,6 @@ def _of_function(name, row):
     if row.name == "bradley_terry_loss":
         margins = arguments.get("margins", 0.0)
         fields = {"rm_scores": [-0.4, 0.0, 0.8, 0.0, 1.3, 0.0], "margins": [margins] * 6}
-        return Place("reward_model/bradley_terry", {}, fields)
+        return Place("reward_model/bradley_terry", {}, fields, OF_ONE_TOKEN)
     found, table = PREFERENCES[name.rpartition("/")[2]]
-    return Place(found, {found: table}, {"logp": [0.5, -0.2, -0.5, 0.4]})
+    return Place(found, {found: table}, {"logp": [0.5, -0.2, -0.5, 0.4]}, OF_ONE_TOKEN)
