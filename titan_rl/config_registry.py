@@ -44,6 +44,16 @@ def tiny_pretrain() -> Any:
     return _named().from_recipe("tiny_pretrain")
 
 
+def tiny_sft() -> Any:
+    """``train_configs/tiny_sft.toml``."""
+    return _named().from_recipe("tiny_sft")
+
+
+def tiny_distillation() -> Any:
+    """``train_configs/tiny_distillation.toml``."""
+    return _named().from_recipe("tiny_distillation")
+
+
 def tiny_dpo() -> Any:
     """``train_configs/tiny_dpo.toml``."""
     return _named().from_recipe("tiny_dpo")
