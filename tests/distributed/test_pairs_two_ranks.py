@@ -1,0 +1,136 @@
+"""One step on preferences: the same loss and gradients in every layout, on one rank and on two.
+
+The computation is in pair_worker.py. "Equal" for gradients: per tensor ``||a - b|| <= 1e-5 ||b|| + 1e-8``, in
+fp32, before clipping, on 8 preferences of uneven length, the reference other than the policy.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torchtitan.distributed import utils as dist_utils
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.distributed import fsdp_worker, pair_worker
+from titan_rl.titan import device
+
+pytestmark = pytest.mark.slow
+
+LOSSES, LAYOUTS = list(pair_worker.LOSSES), list(pair_worker.LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    directory = tmp_path_factory.mktemp("pairs")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=fsdp_worker.VOCAB,
+        hidden_size=72,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=8,
+        max_position_embeddings=128,
+        initializer_range=0.15,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory / "llama")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run(
+        [sys.executable, *command, str(Path(pair_worker.__file__)), str(directory)],
+        check=True,
+        timeout=900,
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "TITAN_RL_DEVICE": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    _run_alone(directory)
+    return SimpleNamespace(
+        one=json.loads((directory / "pairs1.rank0.json").read_text()),
+        two=[json.loads((directory / f"pairs2.rank{rank}.json").read_text()) for rank in (0, 1)],
+        alone=load_file(directory / "pairs1.safetensors"),
+        sharded=load_file(directory / "pairs2.safetensors"),
+    )
+
+
+def _run_alone(directory: Path) -> None:
+    device.install()
+    backend, threads = dist_utils.get_spmd_backend(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+    try:
+        pair_worker.run(directory)
+    finally:
+        dist.destroy_process_group()
+        fsdp_worker.parallel_dims.cache_clear()
+        dist_utils.set_spmd_backend(backend)
+        torch.set_num_threads(threads)
+
+
+def gradients(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:
+    found = {k.removeprefix(f"{case}/"): v for k, v in tensors.items() if k.startswith(f"{case}/")}
+    assert len(found) >= 20
+    assert all(value.norm() > 1e-7 for value in found.values()), "a gradient of zero compares with nothing"
+    return found
+
+
+def unequal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [name for name in a if (a[name] - b[name]).norm() > 1e-5 * b[name].norm() + 1e-8]
+
+
+def test_the_layouts_differ_as_the_comparisons_below_assume(launch):
+    assert launch.one["micro_batches"]["eight_of_one"] == 8
+    assert launch.one["micro_batches"]["one_of_eight"] == 1
+    assert launch.one["micro_batches"]["packed"] >= 3
+    assert launch.two[0]["micro_batches"]["eight_of_one"] == 4
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_one_micro_batch_of_eight_equals_eight_of_one_and_packed_equals_padded_on_one_rank_and_two(
+    launch, loss
+):
+    expected = gradients(launch.alone, f"{loss}/one_of_eight")
+    for tensors in (launch.alone, launch.sharded):
+        for layout in LAYOUTS:
+            assert unequal(gradients(tensors, f"{loss}/{layout}"), expected) == [], layout
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_and_metrics_are_equal_too(launch, loss):
+    expected = launch.one["metrics"][f"{loss}/one_of_eight"]
+    assert expected["loss"] > 0
+    assert 0 < expected["accuracy"] < 1
+    for report in (launch.one, *launch.two):
+        for layout in LAYOUTS:
+            assert report["metrics"][f"{loss}/{layout}"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("fault", ["mean", "leaking"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_planted_faults_a_mean_per_micro_batch_and_leaking_attention_are_noticed(launch, loss, fault):
+    for tensors in (launch.alone, launch.sharded):
+        expected = gradients(launch.alone, f"{loss}/one_of_eight")
+        assert len(unequal(gradients(tensors, f"{loss}/fault/{fault}"), expected)) == len(expected)
+
+
+def test_planted_fault_a_kl_baseline_per_micro_batch_is_noticed(launch):
+    expected = gradients(launch.alone, "kto/one_of_eight")
+    assert launch.one["metrics"]["kto/one_of_eight"]["kl_baseline"] > 0
+    for tensors in (launch.alone, launch.sharded):
+        assert len(unequal(gradients(tensors, "kto/fault/baseline"), expected)) == len(expected)
+
+
+def test_the_reward_scorer_gives_each_sample_the_same_reward_in_every_layout_and_on_two_ranks(launch):
+    expected = launch.one["scores"]["one_of_eight"]
+    assert len(expected) == 16
+    assert torch.tensor(expected).std() > 0.05
+    for report in (launch.one, *launch.two):
+        for layout in ("one_of_eight", "packed"):
+            assert report["scores"][layout] == pytest.approx(expected, rel=1e-5, abs=1e-5)
