@@ -119,7 +119,7 @@ def read_fixture(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Fix
     reader = _Reader(str(path), raw, dtype)
     mask = reader.mask()
     tensors = reader.tensors(mask)
-    groups = reader.groups(tensors)
+    groups = reader.groups()
     hyperparameters = data.get("hyperparameters", {})
     if not isinstance(hyperparameters, dict):
         got = type(hyperparameters).__name__
@@ -250,7 +250,7 @@ class _Reader:
             )
         return torch.where(mask, values, 0.0).long()
 
-    def groups(self, tensors: Mapping[str, torch.Tensor]) -> list[list[int]]:
+    def groups(self) -> list[list[int]]:
         uid = self.raw["uid"]
         if not isinstance(uid, list) or len(uid) != self.shape[0]:
             raise self.error(
@@ -262,9 +262,8 @@ class _Reader:
                 raise self.error(f"uid[{i}]", "be a string or an integer", name, "It names the group.")
             found.setdefault(name, []).append(i)
         groups = list(found.values())
-        greedy = tensors.get("greedy")
-        for rows in groups:
-            values = [0.0] if greedy is None else greedy[rows].tolist()
+        for rows in groups if "greedy" in self.raw else ():
+            values = [self.raw["greedy"][i] for i in rows]
             if min(values) != max(values):
                 key = self.keys["greedy"]
                 remedy = "A prompt has one greedy rollout."
