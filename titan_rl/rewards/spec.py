@@ -91,10 +91,8 @@ def check_specs(specs: Sequence[RewardSpec]) -> None:
         specs: All ``[[reward]]`` tables of a run.
 
     Raises:
-        ConfigError: There is no reward, or two have the same name.
+        ConfigError: Two rewards have the same name.
     """
-    if not specs:
-        raise ConfigError("[[reward]]", "stand in the configuration at least once", 0, "Add one reward.")
     names = [spec.name for spec in specs]
     for name in names:
         if names.count(name) > 1:
@@ -193,8 +191,7 @@ class WeightedSum:
         Raises:
             ConfigError: See :func:`check_specs` and :func:`build_reward`.
         """
-        if specs:
-            check_specs(specs)
+        check_specs(specs)
         self._terms = [(spec.name, spec.weight, build_reward(spec)) for spec in specs]
 
     def __call__(self, rollout: Rollout) -> Reward:

@@ -31,8 +31,9 @@ def check_config(config: RLTrainer.Config, *, world_size: int, device_type: str)
     _check_parallelism(config, world_size)
     check_ranks(config.parallelism, world_size)
     specs = [RewardSpec.from_table(table) for table in config.reward]
-    if specs or config.reward_model is None:
-        check_specs(specs)
+    if not specs and config.reward_model is None:
+        raise ConfigError("[[reward]]", "stand in the configuration at least once", 0, "Add one reward.")
+    check_specs(specs)
     _check_steps(config)
     _check_lengths(config)
     _check_sampling(config)

@@ -114,11 +114,13 @@ def test_a_wrong_table_is_a_config_error_that_says_what_to_do(table, message):
         build_reward(RewardSpec.from_table(table))
 
 
-def test_names_must_be_unique_and_there_must_be_a_reward():
+def test_names_must_be_unique():
     with pytest.raises(ConfigError, match="name must be unique; got 'numeric'"):
         WeightedSum([RewardSpec(type="numeric"), RewardSpec(type="format", name="numeric")])
-    with pytest.raises(ConfigError, match="at least once"):
-        WeightedSum([])
+
+
+def test_without_tables_the_total_is_nought_so_that_a_model_can_be_the_only_reward():
+    assert WeightedSum([])(make_rollout("7", answer="7")) == Reward(total=0.0, parts={})
 
 
 texts = st.text() | st.just("lone surrogate \ud800")
