@@ -18,7 +18,8 @@ class Taken:
 
     Attributes:
         groups: To be trained on.
-        dropped: Generated and scored, but replaced by others because they teach nothing.
+        dropped: Generated and scored, but not to be trained on: replaced by others because they teach
+            nothing, or with too few rewards for an advantage.
         stats: Counts over both, and over the baselines.
         num_drawn: Prompts drawn over all ranks: by so much the cursor moves.
         num_rounds: Rounds of generation.

@@ -51,12 +51,13 @@ class BatchMaker:
         """Batches of the iteration, ready to train on. Collective.
 
         Args:
-            taken: This rank's groups.
+            taken: This rank's groups; those that cannot be trained on move to the dropped ones.
         """
         trainer, config = self._trainer, self._trainer.config
         groups = [group for group in taken.groups if self._is_trainable(group)]
-        num_dropped = len(taken.dropped) + len(taken.groups) - len(groups)
-        trainer.state.dropped_groups += int(trainer.collectives.reduce_scalar(num_dropped, "sum"))
+        taken.dropped += [group for group in taken.groups if not self._is_trainable(group)]
+        taken.groups = groups
+        trainer.state.dropped_groups += int(trainer.collectives.reduce_scalar(len(taken.dropped), "sum"))
         per_rollout = {} if self._credit.needs_scores else self._credit.of_rollouts(groups)
         samples = to_samples(groups, mask_truncated=config.shaping.mask_truncated)
         steps = split_into_steps(samples, config.algorithm.steps_per_iteration)

@@ -93,6 +93,7 @@ def make_trainer(advantage=None, *, loss=None, shaping=None, collectives=None, *
         collectives=collectives or Alone(),
         state=SimpleNamespace(dropped_groups=0, mean_mismatch=math.inf),
         timer=StageTimer(),
+        checkpointer=SimpleNamespace(maybe_wait_for_staging=lambda: None),
         report=Report(),
         device=torch.device("cpu"),
         prepare_inputs=lambda micro_batch: (micro_batch.input_ids, {}),
@@ -132,6 +133,14 @@ def test_groups_with_too_few_rewards_are_dropped_and_counted_with_those_that_the
     assert trainer.state.dropped_groups == 3
     make(trainer, groups)
     assert trainer.state.dropped_groups == 5  # it adds up over iterations
+
+
+def test_what_cannot_be_trained_on_is_handed_to_the_report_as_dropped():
+    groups = make_groups({3: [1.0, None], 7: [1.0, 0.0], 4: [None, None]})
+    taken = Taken(groups=list(groups), dropped=make_groups({9: [1.0, 1.0]}))
+    BatchMaker(make_trainer()).make(taken)
+    assert [group.index for group in taken.groups] == [7]
+    assert [group.index for group in taken.dropped] == [9, 3, 4]
 
 
 def test_an_advantage_that_needs_no_siblings_keeps_a_group_of_one():
