@@ -8,7 +8,7 @@ tests/numerics/test_algorithm_invariance.py computes with it in one process; tes
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -45,9 +45,11 @@ from titan_rl.rollout.samples import to_samples
 from titan_rl.titan import device
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.models import build_sibling, copy_shards
+from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.titan.weights import load_hf
 from titan_rl.trainers.credit import Credit
 from titan_rl.trainers.optimization import StepBatch, align_ranks, forward_backward, reduce_metrics
+from titan_rl.trainers.row_shape import row_shape
 from titan_rl.types import Completion, FinishReason, Group, Message, Prompt, Reward, Rollout, Sample, Turn
 
 NAMES = tuple(registries.ALGORITHMS)
@@ -162,18 +164,20 @@ class Step:
 class Setup:
     """A policy, a reference, a teacher and a critic of other weights, and steps of any algorithm."""
 
-    def __init__(self, directory: Path) -> None:
-        self.rank = build(directory / "model")
+    def __init__(self, directory: Path, **options: Any) -> None:
+        """Load everything.
+
+        Args:
+            directory: Of :func:`write_model`.
+            options: As for :func:`fsdp_worker.build`.
+        """
+        self.rank = build(directory / "model", **options)
         load_hf(self.rank.policy, self.rank.adapter, str(directory / "model"))
-        self.rank.policy._skip_lm_head = True
-        self.rank.config.activation_checkpoint = None
+        self.rank.policy.skip_head()
         self.collectives = Collectives(self.rank.parallel_dims, torch.device("cpu"))
-        self.prepare: Callable[[MicroBatch], Any] = self.rank.prepare_inputs
         self.groups = make_groups()
         reference, teacher = self._changed(0.05), self._changed(0.1)
-        self.teacher = Teacher(
-            Teacher.Config(), model=teacher, vocab_size=VOCAB, temperature=TEMPERATURE, prepare=self._prepare
-        )
+        self.teacher = Teacher(Teacher.Config(), model=teacher, vocab_size=VOCAB, temperature=TEMPERATURE)
         shape = len(self.groups), max(map(len, GROUPS)), LONGEST
         generator = torch.Generator().manual_seed(4)
 
@@ -191,36 +195,51 @@ class Setup:
         return build_critic(
             config,
             self.rank,
-            prepare=self._prepare,
+            policy=self.rank.policy,
             collectives=self.collectives,
             seed=11,
             total_steps=10,
         )
 
-    def _prepare(self, micro_batch: MicroBatch) -> Any:
-        return self.prepare(micro_batch)
-
-    def _changed(self, scale: float) -> torch.nn.Module:
-        model: Any = build_sibling(self.rank)
+    def _changed(self, scale: float) -> ShardedModel:
+        """A frozen model with other weights, alike under every layout."""
+        model = build_sibling(self.rank)
         copy_shards(self.rank.policy, model)
-        for index, parameter in enumerate(model.parameters()):
-            with torch.no_grad():
-                fsdp_worker._shard(parameter).mul_(1.0 + scale * (index % 5))
-        model._skip_lm_head = True
-        return model.requires_grad_(False)
+        for part in model.parts:
+            for name, parameter in part.named_parameters():
+                with torch.no_grad():
+                    fsdp_worker._shard(parameter).mul_(1.0 + scale * (sum(map(ord, name)) % 5))
+        return model
 
-    def _scores(self, model: torch.nn.Module) -> torch.Tensor:
+    def _scores(self, model: ShardedModel) -> torch.Tensor:
         """Log-probabilities of all groups' tokens, by group, sample and position. Every rank scores all."""
-        scorer = LogprobScorer(
-            model, temperature=TEMPERATURE, prepare=self.rank.prepare_inputs, context=self.rank.train_context
-        )
         samples = to_samples(self.groups)
-        (micro_batch,) = lay_out(samples, "one_of_eight")
+        micro_batches = self.laid_out(samples, "packed")
         table = torch.zeros(len(self.groups), max(map(len, GROUPS)), LONGEST)
-        values = scorer(micro_batch)
-        for row, sample in enumerate(samples):
-            table[sample.group_index, sample.sample_index] = values[row]
+        for micro_batch, values in zip(
+            micro_batches, LogprobScorer(model, temperature=TEMPERATURE)(micro_batches), strict=True
+        ):
+            mask = micro_batch.loss_mask
+            places = zip(
+                micro_batch.sample_index[mask].tolist(), micro_batch.positions[mask].tolist(), strict=True
+            )
+            for (index, position), value in zip(places, values[mask], strict=True):
+                table[samples[index].group_index, samples[index].sample_index, position] = value
         return table
+
+    def laid_out(self, samples: Sequence[Sample], layout: str) -> list[MicroBatch]:
+        """Micro-batches in a layout, or as the parallelism of the rank asks for."""
+        shape = row_shape(self.rank.config)
+        if shape.is_fixed or shape.length_multiple > 1:
+            return pack(
+                samples,
+                [0.0] * len(samples),
+                token_budget=self.rank.config.training.seq_len,
+                rows_per_micro_batch=shape.rows,
+                length_multiple=shape.length_multiple,
+                pad_to="token_budget" if shape.is_fixed else "longest",
+            )
+        return lay_out(samples, layout)
 
     def batch(self, name: str, layout: str, *, only: int | None = None) -> StepBatch:
         """This rank's groups in a layout, scored, with the advantages of the algorithm.
@@ -235,10 +254,11 @@ class Setup:
             mine = self.groups if self.collectives.data_rank == only else []
         samples = to_samples(mine)
         batch = align_ranks(
-            lay_out(samples, layout),
+            self.laid_out(samples, layout),
             num_samples=len(samples),
             collectives=self.collectives,
             device=self.rank.device,
+            empty_shape=row_shape(self.rank.config).empty,
         )
         batch.samples = samples
         batch.micro_batches = [
@@ -251,7 +271,8 @@ class Setup:
         advantage, loss_fn = build_part(preset.advantage), preset.loss.build()
         if advantage.needs.critic:
             batch.values = [
-                self.critic(m) * m.loss_mask + self._look_up("value", m, samples) for m in batch.micro_batches
+                values * m.loss_mask + self._look_up("value", m, samples)
+                for m, values in zip(batch.micro_batches, self.critic(batch.micro_batches), strict=True)
             ]
         credit = Credit(
             advantage,
@@ -284,8 +305,6 @@ class Setup:
             batch,
             temperature=TEMPERATURE,
             max_tokens=LONGEST,
-            prepare=self._prepare,
-            context=self.rank.train_context,
             teacher=self.teacher if preset.loss.distillation.coefficient > 0 else None,
         )
         if batch.returns:
@@ -303,11 +322,9 @@ class Setup:
 
     def _taken(self, batch: StepBatch, parts: list[dict[str, torch.Tensor]]) -> Step:
         metrics = reduce_metrics(parts, batch, self.collectives)
-        gradients = {n: full(p.grad) for n, p in self.rank.policy.named_parameters()}
-        self.rank.policy.zero_grad()
+        gradients = whole_gradients(self.rank.policy)
         if batch.returns:
-            gradients |= {f"critic.{n}": full(p.grad) for n, p in self.critic.model.named_parameters()}
-            self.critic.model.zero_grad()
+            gradients |= {f"critic.{n}": g for n, g in whole_gradients(self.critic.model).items()}
         return Step(metrics["loss/loss"], metrics, gradients)
 
     # ------------------------------------------------------------------------------------ planted faults
@@ -346,16 +363,31 @@ class Setup:
     def leaking(self, name: str, batch: StepBatch) -> Step:
         """Attention sees one document a row. Positions within documents stay right."""
 
-        def prepare(micro_batch: MicroBatch) -> Any:
-            inputs, kwargs = self.rank.prepare_inputs(micro_batch)
-            row = torch.arange(micro_batch.positions.shape[1]).expand_as(micro_batch.positions)
-            return inputs, kwargs | {"attention_masks": self.rank.policy.get_attention_masks(row)}
-
-        self.prepare = prepare
+        policy = self.rank.policy
+        policy.prepare = lambda rows: leaking(policy, rows)
         try:
             return self.step(name, batch)
         finally:
-            self.prepare = self.rank.prepare_inputs
+            del policy.prepare
+
+
+def leaking(model: ShardedModel, rows: Any) -> Any:
+    """Planted fault: attention sees one document a row. Positions within documents stay right."""
+    inputs, kwargs, index = ShardedModel.prepare(model, rows)
+    row = torch.arange(rows.positions.shape[1]).expand_as(rows.positions)
+    return inputs, kwargs | {"attention_masks": model.parts[0].get_attention_masks(row)}, index
+
+
+def whole_gradients(model: ShardedModel) -> dict[str, torch.Tensor]:
+    """Full gradients by parameter, taken from the model. Collective."""
+
+    def of_part(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in part.named_parameters():
+            yield name, full(parameter.grad)
+        part.zero_grad()
+
+    pipeline = model._pipeline
+    return dict(of_part(model.parts[0]) if pipeline is None else pipeline.shared(of_part))
 
 
 @contextmanager

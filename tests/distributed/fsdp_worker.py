@@ -29,15 +29,15 @@ from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.batching.pack import pack
 from titan_rl.errors import GeneratorError, HandshakeError
 from titan_rl.functional.checksum import tensor_checksum
-from titan_rl.policy.token_scores import LogprobScorer, fsdp_modules
+from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.titan import device
 from titan_rl.titan.attention import use_cpu_attention
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.hf_config import spec_from_hf
-from titan_rl.titan.models import build_sibling, copy_shards
+from titan_rl.titan.models import build_sharded, build_sibling, copy_shards
+from titan_rl.titan.sharded_model import fsdp_modules
 from titan_rl.titan.weights import WeightStream, load_hf
 from titan_rl.trainers.optimization import StepBatch, align_ranks, forward_backward
-from titan_rl.trainers.rl import RLTrainer
 from titan_rl.types import Sample, WeightReceipt
 from titan_rl.weight_sync.push import WeightSync, WeightSyncSection
 
@@ -52,60 +52,51 @@ FSDP, HSDP = {"data_parallel_shard_degree": -1}, {"data_parallel_replicate_degre
 
 
 class Rank(SimpleNamespace):
-    """The attributes of a trainer that the project's code reads, with the trainer's own methods."""
-
-    post_dataloading_process = RLTrainer.post_dataloading_process
-    prepare_inputs = RLTrainer.prepare_inputs
+    """The attributes of a trainer that the project's code reads."""
 
 
 @functools.cache
-def parallel_dims(replicate: int) -> ParallelDims:
+def parallel_dims(*degrees: tuple[str, Any]) -> ParallelDims:
     """One for each layout, as a run has one: annotations of different meshes do not mix."""
-    parallelism = ParallelismConfig(data_parallel_replicate_degree=replicate)
-    return ParallelDims.from_config(parallelism, dist.get_world_size())
+    return ParallelDims.from_config(ParallelismConfig(**dict(degrees)), dist.get_world_size())
 
 
-def build(directory: Path, **parallel: Any) -> Rank:
-    """A policy under TorchTitan's parallelism, randomly initialised after ``torch.manual_seed(5)``."""
-    parallelism = ParallelismConfig(**(parallel or FSDP))
-    dims = parallel_dims(parallelism.data_parallel_replicate_degree)
+def build(directory: Path, *, rows: int = 8, seq_len: int = 2048, **parallel: Any) -> Rank:
+    """A policy under TorchTitan's parallelism, randomly initialised after ``torch.manual_seed(5)``.
+
+    Args:
+        directory: A model in Hugging Face layout.
+        rows: ``training.local_batch_size``.
+        seq_len: ``training.seq_len``.
+        parallel: ``[parallelism]``; FSDP over all ranks by default.
+    """
+    parallel = parallel or FSDP
+    parallelism = ParallelismConfig(**parallel)
+    dims = parallel_dims(*sorted(parallel.items()))
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
     spec = spec_from_hf(directory)
-    use_cpu_attention(spec.model)
+    use_cpu_attention(spec.model, per_document=parallelism.context_parallel_degree == 1)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
-    config = SimpleNamespace(
-        model_spec=spec,
-        training=TrainingConfig(mixed_precision_param="float32"),
-        parallelism=parallelism,
-        compile=CompileConfig(enable=False),
-        dump_folder="",
-    )
-    with torch.device("meta"):
-        model = spec.model.build()
-    model = spec.parallelize_fn(
-        model,
-        parallel_dims=dims,
-        training=config.training,
-        parallelism=parallelism,
-        compile_config=config.compile,
-        ac_config=None,
-        dump_folder="",
-    )
-    model.to_empty(device="cpu")
-    torch.manual_seed(5)
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)
-    return Rank(
-        config=config,
+    training = TrainingConfig(mixed_precision_param="float32", local_batch_size=rows, seq_len=seq_len)
+    rank = Rank(
+        config=SimpleNamespace(
+            model_spec=spec,
+            training=training,
+            parallelism=parallelism,
+            compile=CompileConfig(enable=False),
+            activation_checkpoint=None,
+            dump_folder="",
+        ),
         parallel_dims=dims,
         model_config=spec.model,
-        model_parts=[model],
-        policy=model,
         adapter=spec.state_dict_adapter(spec.model, None),
         device=torch.device("cpu"),
-        ntokens_seen=0,
         train_context=dist_utils.get_spmd_context(parallel_dims=dims),
     )
+    torch.manual_seed(5)
+    rank.policy = build_sharded(rank, spec, spec.model)
+    rank.model_parts, rank.module = rank.policy.parts, rank.policy.parts[0]
+    return rank
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

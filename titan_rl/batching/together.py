@@ -14,6 +14,7 @@ def pack_together(
     *,
     token_budget: int,
     rows_per_micro_batch: int,
+    length_multiple: int = 1,
     pad_to: PadTo = "longest",
 ) -> list[tuple[list[int], MicroBatch]]:
     """Pack units of samples into micro-batches; a unit is never divided, its samples may be in several rows.
@@ -25,7 +26,8 @@ def pack_together(
         units: One or more samples each. None gives no micro-batch.
         token_budget: Most tokens of a row.
         rows_per_micro_batch: Most rows of a micro-batch.
-        pad_to: As for :func:`titan_rl.batching.pack.pack`.
+        length_multiple: As for :func:`titan_rl.batching.pack.pack`.
+        pad_to: The same.
 
     Returns:
         For each micro-batch the indices of its units, and its tensors. ``sample_index`` counts the samples of
@@ -63,6 +65,7 @@ def pack_together(
             [0.0] * len(samples),
             token_budget=token_budget,
             rows_per_micro_batch=rows_per_micro_batch,
+            length_multiple=length_multiple,
             pad_to=pad_to,
         )
         packed.append((indices, micro_batch))

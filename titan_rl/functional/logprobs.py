@@ -8,7 +8,7 @@ trained, and gathering an output weight that is sharded, is the caller's busines
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -16,12 +16,23 @@ from torch.autograd.function import once_differentiable
 from titan_rl.functional.precision import accumulation_dtype, matmul, matmul_operand
 
 
-class ChunkStatistics(NamedTuple):
-    """What a chunk of ``n`` tokens needs to know about its logits ``z``: four numbers a token.
+class VocabularyShard(Protocol):
+    """Rows of an output projection whose other rows are on other ranks, and reductions over all of them."""
 
-    A vocabulary-parallel variant computes these on each shard and merges them: ``max`` by a maximum, the two
-    sums after rescaling by ``exp(max_shard - max)`` (and shifting ``sum_exp_shifted``), ``target`` by a sum.
-    """
+    start: int
+    """Token id of the first row."""
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Largest value over the shards, element by element."""
+        ...
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over the shards, element by element."""
+        ...
+
+
+class ChunkStatistics(NamedTuple):
+    """What a chunk of ``n`` tokens needs to know about its logits ``z``: four numbers a token."""
 
     max: torch.Tensor
     """[n], largest logit."""
@@ -35,6 +46,21 @@ class ChunkStatistics(NamedTuple):
     def logsumexp(self) -> torch.Tensor:
         """[n], ``log sum exp z``."""
         return self.max + self.sum_exp.log()
+
+    def merged(self, shard: VocabularyShard) -> ChunkStatistics:
+        """Those of the whole vocabulary, from those of every shard: four numbers a token travel, no logits.
+
+        With ``m`` the maximum over all and ``d = max - m`` of a shard, ``exp(z - m) = exp(d) exp(z - max)``
+        and ``exp(z - m) (z - m) = exp(d) exp(z - max) ((z - max) + d)``.
+        """
+        largest = shard.max(self.max.clone())
+        shift = self.max - largest
+        factor = shift.exp()
+        parts = [self.sum_exp * factor, self.target]
+        if self.sum_exp_shifted is not None:
+            parts.append((self.sum_exp_shifted + shift * self.sum_exp) * factor)
+        sums = shard.sum(torch.stack(parts))
+        return ChunkStatistics(largest, sums[0], sums[1], sums[2] if len(parts) == 3 else None)
 
     def entropy(self) -> torch.Tensor | None:
         """[n], ``-sum p log p`` in nats, or None when it was not asked for."""
@@ -51,6 +77,7 @@ def chunked_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     with_entropy: bool = False,
+    shard: VocabularyShard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""Log-probability of each target token under ``softmax(hidden @ weight.T / temperature)``.
 
@@ -68,7 +95,7 @@ def chunked_logprobs(
 
     Args:
         hidden: ``[N, D]`` states before the output projection; N may be 0. Gradient flows.
-        weight: ``[V, D]`` output projection, unsharded. Gradient flows; with N = 0 it is a tensor of zeros,
+        weight: ``[V, D]`` output projection, or a shard of its rows. Gradient flows; with N = 0 zeros,
             so that collectives that hang on the gradient still happen.
         targets: ``[N]`` int64 token ids in ``0..V-1``.
         temperature: What the logits are divided by, > 0; the one the generator sampled with.
@@ -76,6 +103,9 @@ def chunked_logprobs(
             rounding.
         with_entropy: Whether to return the entropy. Detach it when it is only logged: its share of the
             backward pass is then skipped.
+        shard: The rows of the vocabulary that ``weight`` holds, on ranks that have equal ``hidden`` and
+            ``targets``; None when it holds all. Results are those of the whole vocabulary. The gradient of
+            ``hidden`` is this shard's part, to be added up over the ranks.
 
     Returns:
         ``logprobs``: ``[N]`` natural logarithms, fp32 (float64 for float64 inputs).
@@ -96,7 +126,7 @@ def chunked_logprobs(
         raise ValueError(f"chunk_tokens must be at least 1; got {chunk_tokens}.")
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     outputs = _ChunkedLogprobs.apply(
-        hidden.to(dtype), weight.to(dtype), targets, 1.0 / temperature, chunk_tokens, with_entropy
+        hidden.to(dtype), weight.to(dtype), targets, 1.0 / temperature, chunk_tokens, with_entropy, shard
     )
     return outputs if with_entropy else (outputs[0], None)
 
@@ -126,15 +156,23 @@ class _ChunkedLogprobs(torch.autograd.Function):
         scale: float,
         chunk_tokens: int,
         with_entropy: bool,
+        shard: VocabularyShard | None,
     ) -> tuple[torch.Tensor, ...]:
         num_tokens = hidden.shape[0]
         dtype = accumulation_dtype(hidden.dtype)
         logprobs, logsumexp, entropy = (hidden.new_empty(num_tokens, dtype=dtype) for _ in range(3))
         head = matmul_operand(weight)
+        if shard is not None:
+            targets = targets - shard.start
         for start in range(0, num_tokens, chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             logits = matmul(matmul_operand(hidden[rows]), head.T).mul_(scale)
-            statistics = _chunk_statistics(logits, targets[rows], with_entropy=with_entropy)
+            is_shard = shard is not None
+            statistics = _chunk_statistics(
+                logits, targets[rows], with_entropy=with_entropy, is_shard=is_shard
+            )
+            if shard is not None:
+                statistics = statistics.merged(shard)
             logsumexp[rows] = statistics.logsumexp()
             logprobs[rows] = statistics.target - logsumexp[rows]
             chunk_entropy = statistics.entropy()
@@ -142,7 +180,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 entropy[rows] = chunk_entropy
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, targets, logsumexp, entropy if with_entropy else None)
-        ctx.scale, ctx.chunk_tokens = scale, chunk_tokens
+        ctx.scale, ctx.chunk_tokens, ctx.is_shard = scale, chunk_tokens, shard is not None
         return (logprobs, entropy) if with_entropy else (logprobs,)
 
     @staticmethod
@@ -166,6 +204,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_logprobs=None if grad_logprobs is None else grad_logprobs[rows],
                 grad_entropy=None if grad_entropy is None else grad_entropy[rows],
                 entropy=None if entropy is None else entropy[rows],
+                is_shard=ctx.is_shard,
             )
             grad_logits = grad_logits.mul_(ctx.scale).to(head.dtype)
             if grad_hidden is not None:
@@ -175,20 +214,34 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
-def _chunk_statistics(logits: torch.Tensor, targets: torch.Tensor, *, with_entropy: bool) -> ChunkStatistics:
-    """Reduce ``[n, V]`` logits, which are overwritten, to four numbers a token."""
+def _chunk_statistics(
+    logits: torch.Tensor, targets: torch.Tensor, *, with_entropy: bool, is_shard: bool
+) -> ChunkStatistics:
+    """Reduce ``[n, V]`` logits, which are overwritten, to four numbers a token.
+
+    The target may be in another shard: its logit is 0 then.
+    """
     largest = logits.amax(dim=-1)
-    target = logits.gather(-1, targets[:, None]).squeeze(-1)
+    if is_shard:
+        row, is_here = _in_shard(targets, logits.shape[-1])
+        target = logits.gather(-1, row[:, None]).squeeze(-1).where(is_here, 0.0)
+    else:
+        target = logits.gather(-1, targets[:, None]).squeeze(-1)
     shifted = logits.sub_(largest[:, None])
     if not with_entropy:
         return ChunkStatistics(largest, shifted.exp_().sum(-1), target, None)
     exponential = shifted.exp()
     sum_exp = exponential.sum(-1)
     return ChunkStatistics(largest, sum_exp, target, exponential.mul_(shifted).sum(-1))
+
+
+def _in_shard(targets: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row of each target among the first ``num_rows``, clamped to them, and whether it is one of them."""
+    return targets.clamp(0, num_rows - 1), (targets >= 0) & (targets < num_rows)
 
 
 def _grad_logits(
@@ -198,8 +251,9 @@ def _grad_logits(
     grad_logprobs: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
     entropy: torch.Tensor | None,
+    is_shard: bool,
 ) -> torch.Tensor:
-    """``[n, V]`` gradient of the logits; ``logprobs`` (``[n, V]``, whole vocabulary) is overwritten.
+    """``[n, V]`` gradient of the logits; ``logprobs`` (``[n, V]``) is overwritten.
 
     ``grad_logprobs (1[v = target] - p_v) - grad_entropy p_v (log p_v + entropy)``
     """
@@ -210,5 +264,8 @@ def _grad_logits(
     elif grad_logprobs is not None:
         gradient.mul_(grad_logprobs[:, None])
     if grad_logprobs is not None:
+        if is_shard:
+            targets, is_here = _in_shard(targets, gradient.shape[-1])
+            grad_logprobs = grad_logprobs.where(is_here, 0.0)
         gradient.scatter_add_(-1, targets[:, None], grad_logprobs[:, None])
     return gradient

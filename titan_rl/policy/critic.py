@@ -7,14 +7,12 @@ are computed elsewhere (:mod:`titan_rl.functional`); when the critic trains is t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Gt
-from torch import nn
 
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.functional.value import (
@@ -25,19 +23,14 @@ from titan_rl.functional.value import (
     updated_moments,
 )
 from titan_rl.functional.whitening import whitening_sums
-from titan_rl.policy.token_scores import PrepareInputs, fsdp_modules
+from titan_rl.policy.reward_scorer import token_values
 from titan_rl.policy.value_loss import ClippedValueLoss, ValueInputs, ValueLoss, value_statistics
 from titan_rl.resilience.seeds import derive_seed
-from titan_rl.titan.api import LRSchedulersContainer, clip_grad_norm_, logger
+from titan_rl.titan.api import LRSchedulersContainer, logger
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.sections import OptimizerSection, optimizer_from_section
-from titan_rl.titan.value_model import (
-    init_head,
-    load_value_checkpoint,
-    rescale_head,
-    token_values,
-    value_sibling,
-)
+from titan_rl.titan.sharded_model import Hidden, ShardedModel
+from titan_rl.titan.value_model import init_head, load_value_checkpoint, rescale_head, value_sibling
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +103,7 @@ class Critic:
         self,
         config: Config,
         *,
-        model: nn.Module,
-        prepare: PrepareInputs,
-        context: Callable[[], AbstractContextManager[None]],
+        model: ShardedModel,
         collectives: Collectives,
         total_steps: int,
         loss: ValueLoss | None = None,
@@ -123,8 +114,6 @@ class Critic:
         Args:
             config: ``[critic]``.
             model: A value model with its initial weights and a bias in its head.
-            prepare: Builds the model's arguments, the policy's own function.
-            context: TorchTitan's context for forward and backward.
             collectives: Of the run.
             total_steps: The critic's optimiser steps in the whole run, for the schedule.
             loss: By default :class:`ClippedValueLoss`.
@@ -134,9 +123,8 @@ class Critic:
         self._loss = ClippedValueLoss(config.clip_range) if loss is None else loss
         self._is_pretrained = is_pretrained
         self.moments = self._old_moments = RunningMoments.empty()
-        self._prepare, self._context = prepare, context
         optimizer = optimizer_from_section(config.optimizer)
-        self.optimizers = optimizer.build(model_parts=[model])
+        self.optimizers = optimizer.build(model_parts=model.parts)
         self.lr_schedulers = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=total_steps)
         self.applied_steps = self.skipped_steps = 0
 
@@ -148,24 +136,22 @@ class Critic:
         """
         return iteration < self.config.warmup_iterations
 
-    @torch.no_grad()
-    def __call__(self, micro_batch: MicroBatch) -> torch.Tensor:
+    def __call__(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Values ``[B, T]`` fp32 of all real tokens, in units of reward; 0 in the padding. Collective.
 
         The value at ``t`` has seen the tokens up to ``t``: it is that of the state in which the token at
         ``t + 1`` is sampled, and at a sample's last token that of the state after it.
 
         Args:
-            micro_batch: On the model's device.
+            micro_batches: On the model's device.
         """
-        with self._context():
-            values = self._values(micro_batch)
-        for module in fsdp_modules(self.model):
-            # Without a backward pass FSDP keeps the last gathered weights, which the next step makes stale.
-            module.reshard()
+        rows = self.model.scores(micro_batches, lambda _, hidden: token_values(self.model, hidden))
         if self.config.normalise_values:
-            values = denormalised(values, self.moments)
-        return torch.where(micro_batch.sample_index >= 0, values, 0.0)
+            rows = [denormalised(values, self.moments) for values in rows]
+        return [
+            torch.where(micro_batch.sample_index >= 0, values, 0.0)
+            for micro_batch, values in zip(micro_batches, rows, strict=True)
+        ]
 
     def observe(self, returns: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> None:
         """Take an iteration's returns into the statistics, before the first step on them. Collective.
@@ -216,8 +202,7 @@ class Critic:
         parts = self.accumulate(
             micro_batches, returns=returns, old_values=old_values, num_loss_tokens=num_loss_tokens
         )
-        norm = clip_grad_norm_(self.model.parameters(), self.config.max_norm, foreach=True)
-        grad_norm = float(norm)  # of all ranks' gradients, so that all decide alike
+        grad_norm = self.model.clip_grad_norm(self.config.max_norm)  # of all ranks: all decide alike
         is_applied = math.isfinite(grad_norm)
         rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         if is_applied:
@@ -247,22 +232,23 @@ class Critic:
             Parts of metrics, one dict per micro-batch, in the loss's units.
         """
         self.optimizers.zero_grad(set_to_none=True)
-        parts = []
-        for micro_batch, target, old in zip(micro_batches, returns, old_values, strict=True):
+
+        def loss(index: int, hidden: Hidden) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            micro_batch, target, old = micro_batches[index], returns[index], old_values[index]
             if self.config.normalise_values:
                 target, old = normalised(target, self.moments), normalised(old, self._old_moments)
-            with self._context():
-                inputs = ValueInputs(
-                    values=self._values(micro_batch),
-                    returns=target,
-                    old_values=old,
-                    loss_mask=micro_batch.loss_mask,
-                    num_loss_tokens=num_loss_tokens,
-                )
-                loss, metrics = self._loss(inputs)
-                loss.backward()
-            parts.append(metrics | value_statistics(inputs))
-        return parts
+            values = token_values(self.model, hidden)
+            inputs = ValueInputs(
+                values=torch.where(micro_batch.sample_index >= 0, values, 0.0),
+                returns=target,
+                old_values=old,
+                loss_mask=micro_batch.loss_mask,
+                num_loss_tokens=num_loss_tokens,
+            )
+            value, metrics = self._loss(inputs)
+            return value, metrics | value_statistics(inputs)
+
+        return self.model.forward_backward(micro_batches, loss)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, moments, schedule and counters."""
@@ -285,12 +271,6 @@ class Critic:
         self.applied_steps = int(state_dict["applied_steps"])
         self.skipped_steps = int(state_dict["skipped_steps"])
 
-    def _values(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """What the model gives, in the loss's units."""
-        inputs, kwargs = self._prepare(micro_batch)
-        values = token_values(self.model, inputs, **kwargs)
-        return torch.where(micro_batch.sample_index >= 0, values, 0.0)
-
     def _reduce(self, parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Means over the tokens of all micro-batches and ranks, values and returns in units of reward."""
         names = sorted({name for part in parts for name in part})
@@ -310,7 +290,7 @@ def build_critic(
     config: Critic.Config,
     trainer: Any,
     *,
-    prepare: PrepareInputs,
+    policy: ShardedModel,
     collectives: Collectives,
     seed: int,
     total_steps: int,
@@ -320,8 +300,8 @@ def build_critic(
 
     Args:
         config: ``[critic]``.
-        trainer: A TorchTitan trainer whose policy has its initial weights.
-        prepare: Builds a model's arguments from a micro-batch.
+        trainer: A TorchTitan trainer.
+        policy: Its model, with its initial weights.
         collectives: Of the run.
         seed: The run seed, for a head that is drawn.
         total_steps: The critic's optimiser steps in the whole run.
@@ -330,7 +310,7 @@ def build_critic(
     Raises:
         ConfigError: ``critic.initial_load_path`` is not a checkpoint of this architecture.
     """
-    model = value_sibling(trainer, head_bias=True)
+    model = value_sibling(trainer, policy, head_bias=True)
     init_head(model, std=config.head_init_std, seed=derive_seed(seed, "critic", "head"))
     path, has_head = config.initial_load_path, False
     if path:
@@ -341,8 +321,6 @@ def build_critic(
     critic = Critic(
         config,
         model=model,
-        prepare=prepare,
-        context=trainer.train_context,
         collectives=collectives,
         total_steps=total_steps,
         loss=loss,
@@ -350,5 +328,5 @@ def build_critic(
     )
     after_build = trainer.config.model_spec.post_optimizer_build_fn
     if after_build is not None:  # routers of mixtures of experts are balanced in a hook of the optimiser
-        after_build(critic.optimizers, [model], trainer.parallel_dims)
+        after_build(critic.optimizers, model.parts, trainer.parallel_dims)
     return critic

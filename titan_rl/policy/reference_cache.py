@@ -14,12 +14,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.titan.api import logger
-from titan_rl.titan.weights import iterate_state
+from titan_rl.titan.sharded_model import ShardedModel
 
 
 def completion_key(token_ids: Sequence[int], num_trained: int) -> int:
@@ -37,7 +35,7 @@ def completion_key(token_ids: Sequence[int], num_trained: int) -> int:
 
 
 @torch.no_grad()
-def weights_fingerprint(model: nn.Module, *settings: str) -> str:
+def weights_fingerprint(model: ShardedModel, *settings: str) -> str:
     """SHA-256, in hexadecimal, of all weights of a model, sharded or not. Collective.
 
     Args:
@@ -45,8 +43,7 @@ def weights_fingerprint(model: nn.Module, *settings: str) -> str:
         settings: What else decides its log-probabilities, such as the dtype that it computes in.
     """
     lines = list(settings)
-    for name, tensor in iterate_state(model):
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    for name, full in model.full_state():
         lines.append(f"{name}={tensor_checksum(full)}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

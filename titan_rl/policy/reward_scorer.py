@@ -6,58 +6,54 @@ It has the policy's parallelism and reads the policy's tokens. Where it comes fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.functional.documents import at_last_token
-from titan_rl.policy.token_scores import PrepareInputs, fsdp_modules
-from titan_rl.titan.value_model import token_values
+from titan_rl.titan.sharded_model import Hidden, ShardedModel
+
+
+def token_values(model: ShardedModel, hidden: Hidden) -> torch.Tensor:
+    """Values ``[B, T]`` fp32: the one at ``t`` has seen tokens 0 to ``t`` of its document. Collective.
+
+    Args:
+        model: A value model (:mod:`titan_rl.titan.value_model`), whose head has been applied.
+        hidden: What it gave: one number a token.
+    """
+    return model.whole_rows(hidden.states.squeeze(-1), hidden)
 
 
 def document_rewards(
-    model: nn.Module, micro_batch: MicroBatch, num_documents: int, *, prepare: PrepareInputs
+    model: ShardedModel, hidden: Hidden, micro_batch: MicroBatch, num_documents: int
 ) -> torch.Tensor:
-    """The reward of each document: the scalar head's value at its last token.
+    """The reward of each document: the scalar head's value at its last token. Collective.
 
     Args:
-        model: A value model (:mod:`titan_rl.titan.value_model`).
+        model: A value model.
+        hidden: What it gave for the micro-batch.
         micro_batch: On the model's device; ``sample_index`` counts the documents from 0.
         num_documents: N; each number below it occurs.
-        prepare: Builds the model's arguments.
 
     Returns:
         ``[N]`` fp32, with grad where the model trains.
     """
-    inputs, kwargs = prepare(micro_batch)
-    values = token_values(model, inputs, **kwargs)
-    return at_last_token(values, micro_batch.sample_index, num_documents)
+    return at_last_token(token_values(model, hidden), micro_batch.sample_index, num_documents)
 
 
 class RewardScorer:
     """A frozen reward model. Collective: every data-parallel rank calls it equally often."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        prepare: PrepareInputs,
-        context: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, model: ShardedModel) -> None:
         """Bind a model.
 
         Args:
             model: From :func:`titan_rl.titan.reward_models.open_reward_model`.
-            prepare: Builds the model's arguments.
-            context: TorchTitan's context for a forward pass.
         """
-        self._model, self._prepare, self._context = model, prepare, context
+        self._model = model
 
-    @torch.no_grad()
-    def __call__(self, micro_batches: Iterable[MicroBatch], num_samples: int) -> torch.Tensor:
+    def __call__(self, micro_batches: Sequence[MicroBatch], num_samples: int) -> torch.Tensor:
         """Reward of every sample of this rank.
 
         Args:
@@ -68,20 +64,12 @@ class RewardScorer:
         Returns:
             ``[N]`` fp32.
         """
-        rewards: torch.Tensor | None = None
-        for micro_batch in micro_batches:
+        rows = self._model.scores(micro_batches, lambda _, hidden: token_values(self._model, hidden))
+        rewards = torch.full((num_samples,), torch.nan)
+        for micro_batch, values in zip(micro_batches, rows, strict=True):
             index = micro_batch.sample_index
-            rewards = (
-                torch.full((num_samples,), torch.nan, device=index.device) if rewards is None else rewards
-            )
-            with self._context():
-                inputs, kwargs = self._prepare(micro_batch)
-                values = token_values(self._model, inputs, **kwargs)
             present = index[index >= 0].unique()
             local = torch.searchsorted(present, index.clamp(min=0))
             local = torch.where(index >= 0, local, -1)
-            rewards[present] = at_last_token(values, local, len(present))
-            for module in fsdp_modules(self._model):
-                # Without a backward pass FSDP would keep the gathered weights.
-                module.reshard()
-        return torch.full((num_samples,), torch.nan) if rewards is None else rewards
+            rewards[present.cpu()] = at_last_token(values, local, len(present)).cpu()
+        return rewards

@@ -15,16 +15,14 @@ from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.data.chat import read_vocabulary
 from titan_rl.errors import ConfigError
 from titan_rl.functional.distillation import chunked_divergence
-from titan_rl.policy.token_scores import PrepareInputs, fsdp_modules
 from titan_rl.titan.api import ModelSpec, logger
 from titan_rl.titan.models import ModelSection, build_frozen, build_spec
+from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.titan.weights import has_hf_weights, load_checkpoint, load_hf
 
 TokenDivergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -64,59 +62,49 @@ class Teacher:
         """Compare the k likeliest tokens, and all others as one; 0: the whole vocabulary. Likeliest under the
         policy for the reverse divergence, under the teacher for the forward one."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        model: nn.Module,
-        vocab_size: int,
-        temperature: float,
-        prepare: PrepareInputs,
-    ) -> None:
+    def __init__(self, config: Config, *, model: ShardedModel, vocab_size: int, temperature: float) -> None:
         """Bind a model.
 
         Args:
             config: ``[teacher]``.
-            model: Frozen and sharded, with its weights; returns hidden states.
+            model: Frozen and sharded, with its weights; gives hidden states.
             vocab_size: The policy's. The teacher's further tokens are left out of its distribution.
             temperature: Both models' logits are divided by it; the one that the generator samples with.
-            prepare: Builds the policy's arguments; the teacher makes attention masks of its own.
         """
-        self.model = model
+        self._model, self._vocab_size = model, vocab_size
         self._divergence = functools.partial(
             chunked_divergence, temperature=temperature, divergence=config.divergence, top_k=config.top_k
         )
-        self._vocab_size, self._prepare = vocab_size, prepare
 
     @contextmanager
-    def compare(self, micro_batch: MicroBatch) -> Generator[TokenDivergence]:
+    def gathered(self) -> Generator[None]:
+        """Keep the output projection gathered, for the backward passes of what :meth:`compare` gives."""
+        self._model.unsharded_head()
+        try:
+            yield
+        finally:
+            self._model.reshard()
+
+    def compare(self, micro_batch: MicroBatch) -> TokenDivergence:
         """Run the teacher on a micro-batch, without grad; give what compares a policy with it. Collective.
 
-        The teacher's output projection stays gathered until the end of the context, for the backward pass;
-        everything is sharded again after it. To be used within TorchTitan's context for a forward pass.
+        To be used within :meth:`gathered` and TorchTitan's context for a forward pass.
 
         Args:
             micro_batch: On the model's device.
         """
-        hidden = self._hidden(micro_batch)
-        head: Any = self.model.lm_head
-        if isinstance(head, FSDPModule):
-            head.unshard()
-        try:
-            weight = head.weight[: self._vocab_size]
-            yield lambda states, output: self._divergence(states, output, hidden, weight)
-        finally:
-            for module in fsdp_modules(self.model):
-                module.reshard()
+        states = self._hidden(micro_batch)
+        weight = self._model.unsharded_head().weight[: self._vocab_size]
+        return lambda ours, output: self._divergence(ours, output, states, weight)
 
     @torch.no_grad()
     def _hidden(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Hidden states ``[N, E]`` of the trained tokens."""
-        inputs, kwargs = self._prepare(micro_batch)
-        if "attention_masks" in kwargs:
-            masks: Any = self.model.get_attention_masks  # typed as any tensor or module
-            kwargs = kwargs | {"attention_masks": masks(positions=micro_batch.positions)}
-        return self.model(inputs, **kwargs)[micro_batch.loss_mask]
+        """Hidden states ``[N, E]`` of the trained tokens of this rank."""
+        hidden = self._model.forward(micro_batch)
+        if hidden is None:
+            raise ValueError("A teacher must be one stage; check_teacher refuses pipeline parallelism.")
+        self._model.reshard()
+        return hidden.states[hidden.local(micro_batch.loss_mask)]
 
 
 def check_teacher(
@@ -218,14 +206,12 @@ def teacher_spec(config: Teacher.Config, model: ModelSection) -> ModelSpec:
         raise ConfigError(where, error.constraint, error.got, error.remedy) from error
 
 
-def build_teacher(config: Teacher.Config, trainer: Any, *, prepare: PrepareInputs) -> Teacher:
+def build_teacher(config: Teacher.Config, trainer: Any) -> Teacher:
     """Build a teacher with its weights. Collective.
 
     Args:
         config: ``[teacher]``, which passed :func:`check_teacher`.
         trainer: An RL trainer after TorchTitan's ``__init__``.
-        prepare: Builds the policy's arguments from a micro-batch.
-
     Raises:
         ConfigError: the weights are not this model's, or it cannot run under the run's parallelism.
     """
@@ -247,11 +233,9 @@ def build_teacher(config: Teacher.Config, trainer: Any, *, prepare: PrepareInput
     logger.info(
         "Teacher: %s %s, %s", spec.name, spec.flavor, config.initial_load_path or config.hf_assets_path
     )
-    model._skip_lm_head = True  # pyrefly: ignore[bad-argument-type]  # typed as any nn.Module
     return Teacher(
         config,
         model=model,
         vocab_size=trainer.model_config.vocab_size,
         temperature=trainer.config.sampling.temperature,
-        prepare=prepare,
     )

@@ -23,6 +23,7 @@ from torchtitan.tools import utils as titan_utils
 from titan_rl.errors import ConfigError
 from titan_rl.titan.attention import use_cpu_attention
 from titan_rl.titan.hf_config import spec_from_hf
+from titan_rl.titan.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -131,25 +132,25 @@ def _spec_by_name(section: ModelSection, attn_backend: str) -> ModelSpec:
         ) from error
 
 
-def build_sibling(trainer: Trainer, *, offload_to_cpu: bool = False) -> nn.Module:
+def build_sibling(trainer: Trainer, *, offload_to_cpu: bool = False) -> ShardedModel:
     """Build a second, frozen model like the policy, under the policy's parallelism. Its weights are not set.
 
     Args:
-        trainer: A TorchTitan trainer after its ``__init__``, without pipeline parallelism.
+        trainer: A TorchTitan trainer after its ``__init__``.
         offload_to_cpu: Keep the shards in host memory between forward passes (FSDP's CPU offload).
 
     Returns:
-        The sharded model in evaluation mode, without gradients; it returns hidden states like the policy.
+        The sharded model in evaluation mode, without gradients; it gives hidden states.
     """
     spec = cast(ModelSpec, trainer.config.model_spec)
     return _build_frozen(trainer, spec, copy.deepcopy(trainer.model_config), offload_to_cpu)
 
 
-def build_frozen(trainer: Trainer, spec: ModelSpec, *, offload_to_cpu: bool = False) -> nn.Module:
+def build_frozen(trainer: Trainer, spec: ModelSpec, *, offload_to_cpu: bool = False) -> ShardedModel:
     """Build a frozen model of another architecture under the policy's parallelism. Its weights are not set.
 
     Args:
-        trainer: A TorchTitan trainer after its ``__init__``, without pipeline parallelism.
+        trainer: A TorchTitan trainer after its ``__init__``.
         spec: From :func:`build_spec`; its configuration is changed.
         offload_to_cpu: As for :func:`build_sibling`.
 
@@ -162,25 +163,72 @@ def build_frozen(trainer: Trainer, spec: ModelSpec, *, offload_to_cpu: bool = Fa
 
 def _build_frozen(
     trainer: Trainer, spec: ModelSpec, model_config: BaseModel.Config, offload_to_cpu: bool
-) -> nn.Module:
+) -> ShardedModel:
+    model = build_sharded(trainer, spec, model_config, offload_to_cpu=offload_to_cpu)
+    model.skip_head()
+    return frozen(model)
+
+
+def frozen(model: ShardedModel) -> ShardedModel:
+    """The same model in evaluation mode and without gradients."""
+    for part in model.parts:
+        part.eval().requires_grad_(False)
+    return model
+
+
+def build_sharded(
+    trainer: Trainer,
+    spec: ModelSpec,
+    model_config: BaseModel.Config,
+    *,
+    offload_to_cpu: bool = False,
+    ac_config: Any = None,
+) -> ShardedModel:
+    """Build a model beside the policy, under the policy's parallelism, with random weights.
+
+    Args:
+        trainer: A TorchTitan trainer after its ``__init__``.
+        spec: How the architecture is parallelised.
+        model_config: The architecture, after ``update_from_config``.
+        offload_to_cpu: Keep the shards in host memory between uses (FSDP's CPU offload).
+        ac_config: Activation checkpointing, or None.
+    """
     config = trainer.config
     training = dataclasses.replace(config.training, enable_cpu_offload=offload_to_cpu)
     with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
         model = model_config.build()
-    model = spec.parallelize_fn(
-        model,
-        parallel_dims=trainer.parallel_dims,
-        training=training,
-        parallelism=config.parallelism,
-        compile_config=config.compile,
-        ac_config=None,
-        dump_folder=config.dump_folder,
-    )
-    model.to_empty(device="cpu" if offload_to_cpu else titan_utils.device_type)
+    options: dict[str, Any] = {
+        "parallel_dims": trainer.parallel_dims,
+        "training": training,
+        "parallelism": config.parallelism,
+        "compile_config": config.compile,
+        "ac_config": ac_config,
+        "dump_folder": config.dump_folder,
+    }
+    schedule = None
+    if trainer.parallel_dims.pp_enabled:
+        split: Any = spec.pipelining_fn  # checked for the policy when the run was checked
+        schedule, parts, _, _ = split(
+            model,
+            **options,
+            device=trainer.device,
+            model_config=model_config,
+            parallelize_fn=spec.parallelize_fn,
+            loss_fn=no_loss,
+        )
+    else:
+        parts = [spec.parallelize_fn(model, **options)]
     buffer_device = torch.device(titan_utils.device_type) if offload_to_cpu else None
-    with torch.no_grad():
-        cast(BaseModel, model).init_weights(buffer_device=buffer_device)
-    return model.eval().requires_grad_(False)
+    for part in parts:
+        part.to_empty(device="cpu" if offload_to_cpu else titan_utils.device_type)
+        with torch.no_grad():
+            cast(BaseModel, part).init_weights(buffer_device=buffer_device)
+    return ShardedModel(trainer, parts, model_config, schedule=schedule)
+
+
+def no_loss(*args: Any, **kwargs: Any) -> Any:
+    """Stands in a pipeline schedule until :class:`titan_rl.titan.pipeline.Pipeline` gives it a loss."""
+    raise NotImplementedError("A pipeline schedule was run outside Pipeline.forward_backward.")
 
 
 def build_unsharded(model_config: BaseModel.Config, *, max_seq_len: int) -> nn.Module:
@@ -204,7 +252,7 @@ def build_unsharded(model_config: BaseModel.Config, *, max_seq_len: int) -> nn.M
 
 
 @torch.no_grad()
-def copy_shards(source: nn.Module, target: nn.Module) -> None:
+def copy_shards(source: nn.Module | ShardedModel, target: nn.Module | ShardedModel) -> None:
     """Copy the weights of one sharded model into another of equal layout, shard by shard."""
     for ours, theirs in zip(target.parameters(), source.parameters(), strict=True):
         local(ours).copy_(local(theirs))

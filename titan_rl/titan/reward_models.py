@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
 from titan_rl.errors import ConfigError
 from titan_rl.titan.attention import use_cpu_attention
 from titan_rl.titan.hf_config import REWARD_ARCHITECTURES, spec_from_hf
+from titan_rl.titan.models import frozen
+from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.titan.value_model import build_value_model, load_value_checkpoint, value_config
 from titan_rl.titan.weights import SCALAR_HEAD, TIED_HEAD, load_hf
 
@@ -67,11 +67,11 @@ def renamed_head(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[s
     return ((SCALAR_HEAD if name == TIED_HEAD else name, tensor) for name, tensor in stream)
 
 
-def open_reward_model(trainer: Trainer, path: str, *, where: str) -> nn.Module:
+def open_reward_model(trainer: Trainer, path: str, *, where: str) -> ShardedModel:
     """Build a frozen reward model under a policy's parallelism. Collective.
 
     Args:
-        trainer: A TorchTitan trainer after its ``__init__``, without pipeline parallelism.
+        trainer: A TorchTitan trainer after its ``__init__``.
         path: The export of a reward-model run, of any Llama or dense Qwen3 size with the policy's tokenizer;
             or a ``step-N`` checkpoint of one whose architecture is the policy's.
         where: The key that names the path, for errors.
@@ -88,16 +88,7 @@ def open_reward_model(trainer: Trainer, path: str, *, where: str) -> nn.Module:
         spec, model_config = _exported_spec(trainer, directory, where)
     else:
         spec, model_config = cast(ModelSpec, trainer.config.model_spec), trainer.model_config
-    config = trainer.config
-    model = build_value_model(
-        spec,
-        model_config,
-        parallel_dims=trainer.parallel_dims,
-        training=dataclasses.replace(config.training, enable_cpu_offload=False),
-        parallelism=config.parallelism,
-        compile_config=config.compile,
-        dump_folder=config.dump_folder,
-    )
+    model = build_value_model(trainer, spec, model_config)
     if is_export:
         make_adapter: Any = spec.state_dict_adapter
         has_head = load_hf(model, make_adapter(value_config(model_config), None), path, has_scalar_head=True)
@@ -110,7 +101,7 @@ def open_reward_model(trainer: Trainer, path: str, *, where: str) -> nn.Module:
             path,
             'Train one with trainer = "reward_model" and name its export or checkpoint.',
         )
-    return model.eval().requires_grad_(False)
+    return frozen(model)
 
 
 def _exported_spec(trainer: Trainer, directory: Path, where: str) -> tuple[ModelSpec, Any]:

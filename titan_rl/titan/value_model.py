@@ -11,22 +11,23 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import spmd_types as spmd
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.common import Linear
-from torchtitan.models.common.decoder_sharding import rowwise_config
+from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_param_placement
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.tools import utils as titan_utils
+from torchtitan.protocols.sharding import ShardingConfig
 
 from titan_rl.errors import ConfigError
 from titan_rl.titan.init import copy_full
-from titan_rl.titan.models import local
+from titan_rl.titan.models import build_sharded, local
+from titan_rl.titan.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -48,21 +49,17 @@ class ValueHead(Linear):
         """A linear layer's."""
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Shard the input dimension under tensor parallelism: one output row cannot be cut."""
+        """Replicate it under tensor parallelism: one output row cannot be cut."""
         # TorchTitan's decoders have given it a vocabulary's layout: replicated input, sharded output.
         vocabulary: Any = self._sharding_config
-        if self.bias is not None and parallel_dims.tp_enabled:
-            raise ConfigError(
-                "parallelism.tensor_parallel_degree",
-                "be 1 with a value head that has a bias, which every rank would add",
-                parallel_dims.tp,
-                "Shard over data-parallel ranks instead.",
-            )
         if vocabulary is not None:
-            self._sharding_config = dataclasses.replace(
-                rowwise_config(),
-                in_src_shardings=vocabulary.in_src_shardings,
-                in_dst_shardings={"input": vocabulary.out_src_shardings},
+            # All ranks compute the same values and loss: "invariant", so that gradients are not added up.
+            invariant = dense_activation_placement(tp=spmd.I)
+            self._sharding_config = ShardingConfig(
+                state_shardings={name: dense_param_placement(tp=spmd.I) for name in ("weight", "bias")},
+                in_src_shardings={"input": dense_activation_placement(tp=spmd.R)},
+                in_dst_shardings={"input": invariant},
+                out_src_shardings=invariant,
             )
         super().parallelize(parallel_dims)
 
@@ -104,97 +101,50 @@ def value_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def build_value_model(
+    trainer: Trainer,
     spec: ModelSpec,
     model_config: BaseModel.Config,
     *,
-    parallel_dims: Any,
-    training: Any,
-    parallelism: Any,
-    compile_config: Any,
     ac_config: Any = None,
-    dump_folder: str = "",
     head_bias: bool = False,
-) -> nn.Module:
-    """Build a value model, sharded, in training mode. Its head is zero, its other weights are random.
+) -> ShardedModel:
+    """Build a value model beside the policy. Its head is zero, its other weights are random.
 
-    ``model(tokens, **kwargs)`` gives ``[B, T, 1]`` fp32; :func:`token_values` drops the last dimension.
+    It gives ``[B, T, 1]`` fp32, its head applied.
 
     Args:
-        spec: How the policy's architecture is parallelised.
-        model_config: The policy's configuration, after ``update_from_config``; it stays as it is.
-        parallel_dims: The meshes of the run.
-        training: TorchTitan's section: dtypes, CPU offload.
-        parallelism: TorchTitan's section.
-        compile_config: TorchTitan's section.
+        trainer: A TorchTitan trainer after its ``__init__``.
+        spec: How the architecture is parallelised.
+        model_config: Of a decoder, after ``update_from_config``; it stays as it is.
         ac_config: Activation checkpointing, or None.
-        dump_folder: Of the run.
         head_bias: Whether the head has a bias.
-
-    Raises:
-        ConfigError: pipeline parallelism is on.
     """
-    if getattr(parallel_dims, "pp_enabled", False):
-        raise ConfigError(
-            "parallelism.pipeline_parallel_degree",
-            "be 1 with a value model, which is built whole",
-            parallel_dims.pp,
-            "Shard it over data-parallel ranks instead.",
-        )
-    with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
-        model = value_config(model_config, head_bias=head_bias).build()
-    model = spec.parallelize_fn(
-        model,
-        parallel_dims=parallel_dims,
-        training=training,
-        parallelism=parallelism,
-        compile_config=compile_config,
-        ac_config=ac_config,
-        dump_folder=dump_folder,
-    )
-    offload = training.enable_cpu_offload
-    model.to_empty(device="cpu" if offload else titan_utils.device_type)
-    buffer_device = torch.device(titan_utils.device_type) if offload else None
-    with torch.no_grad():
-        cast(BaseModel, model).init_weights(buffer_device=buffer_device)
-    return model.train()
+    config = value_config(model_config, head_bias=head_bias)
+    return build_sharded(trainer, spec, config, ac_config=ac_config)
 
 
-def value_sibling(trainer: Trainer, *, head_bias: bool = False) -> nn.Module:
+def value_sibling(trainer: Trainer, policy: ShardedModel, *, head_bias: bool = False) -> ShardedModel:
     """Build a trainable value model like the policy, with the policy's backbone and a head of zeros.
 
     Args:
-        trainer: A TorchTitan trainer after its ``__init__``, without pipeline parallelism.
+        trainer: A TorchTitan trainer after its ``__init__``.
+        policy: Its model.
         head_bias: Whether the head has a bias.
     """
     config = trainer.config
     model = build_value_model(
+        trainer,
         cast(ModelSpec, config.model_spec),
         trainer.model_config,
-        parallel_dims=trainer.parallel_dims,
-        training=config.training,
-        parallelism=config.parallelism,
-        compile_config=config.compile,
         ac_config=config.activation_checkpoint,
-        dump_folder=config.dump_folder,
         head_bias=head_bias,
     )
-    copy_backbone(trainer.model_parts[0], model)
+    copy_backbone(policy, model)
     return model
 
 
-def token_values(model: nn.Module, inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Values ``[B, T]`` fp32: the one at ``t`` has seen tokens 0 to ``t`` of its document.
-
-    Args:
-        model: A value model.
-        inputs: Token ids ``[B, T]``.
-        kwargs: Positions and masks, as the policy's forward pass takes them.
-    """
-    return model(inputs, **kwargs).squeeze(-1)
-
-
 @torch.no_grad()
-def init_head(model: nn.Module, *, std: float, seed: int) -> None:
+def init_head(model: ShardedModel, *, std: float, seed: int) -> None:
     """Draw the head's weight from a normal distribution around 0, alike on all numbers of ranks; no bias.
 
     Args:
@@ -202,7 +152,9 @@ def init_head(model: nn.Module, *, std: float, seed: int) -> None:
         std: Standard deviation; 0 makes every value 0.
         seed: Decides the draw.
     """
-    head: Any = model.lm_head
+    head: Any = model.head
+    if head is None:
+        return
     generator = torch.Generator().manual_seed(seed)
     copy_full(head.weight, std * torch.randn(tuple(head.weight.shape), generator=generator))
     if head.bias is not None:
@@ -210,7 +162,7 @@ def init_head(model: nn.Module, *, std: float, seed: int) -> None:
 
 
 @torch.no_grad()
-def rescale_head(model: nn.Module, *, factor: float, shift: float) -> None:
+def rescale_head(model: ShardedModel, *, factor: float, shift: float) -> None:
     """Change a head with a bias so that every value ``v`` becomes ``factor * v + shift``.
 
     Args:
@@ -218,13 +170,15 @@ def rescale_head(model: nn.Module, *, factor: float, shift: float) -> None:
         factor: Multiplies weight and bias.
         shift: Is then added to the bias.
     """
-    head: Any = model.lm_head
+    head: Any = model.head
+    if head is None:
+        return
     local(head.weight).mul_(factor)
     local(head.bias).mul_(factor).add_(shift)
 
 
 @torch.no_grad()
-def copy_backbone(source: nn.Module, target: nn.Module) -> None:
+def copy_backbone(source: ShardedModel, target: ShardedModel) -> None:
     """Copy all weights and buffers but the head's, shard by shard.
 
     Args:
@@ -233,7 +187,12 @@ def copy_backbone(source: nn.Module, target: nn.Module) -> None:
     """
     for kind in ("named_parameters", "named_buffers"):
         ours, theirs = (
-            [tensor for name, tensor in getattr(model, kind)() if "lm_head" not in name.split(".")]
+            [
+                tensor
+                for part in model.parts
+                for name, tensor in getattr(part, kind)()
+                if "lm_head" not in name.split(".")
+            ]
             for model in (target, source)
         )
         for to, of in zip(ours, theirs, strict=True):
@@ -241,7 +200,7 @@ def copy_backbone(source: nn.Module, target: nn.Module) -> None:
 
 
 def load_value_checkpoint(
-    model: nn.Module, path: str, *, where: str = "checkpoint.initial_load_path"
+    model: ShardedModel, path: str, *, where: str = "checkpoint.initial_load_path"
 ) -> bool:
     """Load the model of a TorchTitan checkpoint: a value model's, or a language model's without its head.
 
@@ -258,12 +217,11 @@ def load_value_checkpoint(
     Raises:
         ConfigError: it is not a checkpoint, or another model's.
     """
-    state = dict(model.state_dict())
+    state = model.state_dict()
     try:
         stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         head = stored.get(HEAD)
-        shape = tuple(head.size) if isinstance(head, TensorStorageMetadata) else None
-        has_head = shape == tuple(state[HEAD].shape)
+        has_head = isinstance(head, TensorStorageMetadata) and head.size[0] == 1
         absent = [HEAD, HEAD_BIAS] if not has_head else [HEAD_BIAS] if HEAD_BIAS not in stored else []
         for name in absent:
             state.pop(name, None)

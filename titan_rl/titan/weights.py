@@ -24,6 +24,8 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from titan_rl.errors import ConfigError
 from titan_rl.titan.init import replicated
+from titan_rl.titan.sharded_model import ShardedModel
+from titan_rl.titan.state import full_tensors, parts
 
 TIED_HEAD = "lm_head.weight"
 SCALAR_HEAD = "score.weight"
@@ -47,15 +49,15 @@ class WeightStream:
     Without a state-dict adapter the names are TorchTitan's own.
     """
 
-    def __init__(self, model: nn.Module, adapter: BaseStateDictAdapter | None) -> None:
+    def __init__(self, model: nn.Module | ShardedModel, adapter: BaseStateDictAdapter | None) -> None:
         """Prepare the stream.
 
         Args:
-            model: The policy, sharded or not, one part (no pipeline parallelism).
+            model: The policy, sharded or not.
             adapter: TorchTitan's adapter of this model, or None.
         """
         self._model, self._adapter = model, adapter
-        self._is_tied = bool(getattr(model, "enable_weight_tying", False))
+        self._is_tied = is_tied(model)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor once. Every rank must consume all of it: each item takes a collective.
@@ -63,11 +65,10 @@ class WeightStream:
         Raises:
             ConfigError: the adapter drops a trainable parameter.
         """
-        for key, value in iterate_state(self._model):
+        model = self._model
+        for key, full in model.full_state() if isinstance(model, ShardedModel) else full_tensors(model):
             if self._is_tied and key == TIED_HEAD:
                 continue  # the embedding is yielded under both names below
-            full = value.full_tensor() if isinstance(value, DTensor) else value
-            full = full.detach()
             for name, tensor in self._to_hf(key, full).items():
                 yield name, tensor
                 if self._is_tied and name == TIED_EMBEDDING:
@@ -89,30 +90,10 @@ class WeightStream:
         return converted
 
 
-def iterate_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate the state dict module by module.
-
-    TorchTitan's fused attention replicates its weights in ``state_dict()``; going module by module, only
-    one layer is replicated at a time.
-
-    Args:
-        model: A TorchTitan decoder.
-
-    Yields:
-        TorchTitan's name and the tensor, sharded as it is.
-    """
-    for prefix, module in parts(model):
-        yield from module.state_dict(prefix=prefix).items()
-
-
-def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate ``(prefix, module)`` of the parts that are converted together: one layer, the embedding, ..."""
-    for name, child in model.named_children():
-        if name == "layers":
-            for index, layer in child.named_children():
-                yield f"layers.{index}.", layer
-        else:
-            yield f"{name}.", child
+def is_tied(model: nn.Module | ShardedModel) -> bool:
+    """Whether the embedding and the head of a decoder are one tensor."""
+    parts = model.parts if isinstance(model, ShardedModel) else [model]
+    return any(bool(getattr(part, "enable_weight_tying", False)) for part in parts)
 
 
 def has_hf_weights(directory: str) -> bool:
@@ -120,11 +101,11 @@ def has_hf_weights(directory: str) -> bool:
     return bool(directory) and any(Path(directory).glob("*.safetensors"))
 
 
-def load_checkpoint(model: nn.Module, path: str, *, where: str = "checkpoint.initial_load_path") -> None:
+def load_checkpoint(model: ShardedModel, path: str, *, where: str = "checkpoint.initial_load_path") -> None:
     """Load the model of a TorchTitan checkpoint, written on any number of ranks. Collective.
 
     Args:
-        model: Sharded or not, one part.
+        model: Whose weights are replaced.
         path: A ``step-N`` directory.
         where: The key that names the path, for errors.
 
@@ -146,12 +127,16 @@ def load_checkpoint(model: nn.Module, path: str, *, where: str = "checkpoint.ini
 
 @torch.no_grad()
 def load_hf(
-    model: nn.Module, adapter: BaseStateDictAdapter | None, directory: str, *, has_scalar_head: bool = False
+    model: nn.Module | ShardedModel,
+    adapter: BaseStateDictAdapter | None,
+    directory: str,
+    *,
+    has_scalar_head: bool = False,
 ) -> bool:
     """Load the safetensors of a directory into a model, sharded or not, whether or not heads divide.
 
     Args:
-        model: The policy, one part.
+        model: The policy.
         adapter: TorchTitan's adapter of this model.
         directory: Model directory in Hugging Face layout.
         has_scalar_head: The model has a scalar head: it is loaded from a reward model's directory and left as
@@ -171,7 +156,7 @@ def load_hf(
             "Start from a checkpoint with checkpoint.initial_load_path instead.",
         )
     names = _index_files(Path(directory))
-    tied = bool(getattr(model, "enable_weight_tying", False))
+    tied = is_tied(model)
     if tied and TIED_EMBEDDING in names:
         _check_tied(names, directory)
         names[TIED_HEAD] = names[TIED_EMBEDDING]
@@ -180,8 +165,9 @@ def load_hf(
         names.pop(TIED_HEAD, None)
         if SCALAR_HEAD in names:
             names[TIED_HEAD], stored = names.pop(SCALAR_HEAD), {TIED_HEAD: SCALAR_HEAD}
-    unused = set(names)
-    for prefix, module in parts(model):
+    used: set[str] = set()
+    stages = model.parts if isinstance(model, ShardedModel) else [model]
+    for prefix, module in (part for stage in stages for part in parts(stage)):
         if has_scalar_head and prefix == "lm_head." and TIED_HEAD not in names:
             continue
         wanted = {key for key, _ in module.state_dict(prefix=prefix).items()}
@@ -200,8 +186,9 @@ def load_hf(
                 "The weights and config.json do not belong together.",
             ) from error
         _load_part(module, prefix, native, wanted, directory)
-        unused -= set(hf_names)
-    unused = {n for n in unused if not n.endswith("rotary_emb.inv_freq")}
+        used |= set(hf_names)
+    used = model.union(used) if isinstance(model, ShardedModel) else used
+    unused = {n for n in set(names) - used if not n.endswith("rotary_emb.inv_freq")}
     if unused:
         raise ConfigError(
             directory,
@@ -246,19 +233,20 @@ def _load_part(
             "The weights are incomplete: download or convert them again.",
         )
     example = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
-    expected = {k: tuple(v.shape) for k, v in module.state_dict(prefix=prefix).items()}
+    present = module.state_dict(prefix=prefix)
     state = {}
     for key, tensor in native.items():
-        if tuple(tensor.shape) != expected[key]:
+        if tensor.shape != present[key].shape:
             raise ConfigError(
                 f"{where}: {key}",
-                f"have shape {list(expected[key])}",
+                f"have shape {list(present[key].shape)}",
                 list(tensor.shape),
                 "The weights and config.json do not belong together.",
             )
-        state[key.removeprefix(prefix)] = (
-            tensor.contiguous() if example is None else replicated(tensor.contiguous(), like=example)
-        )
+        # Experts lie on a mesh of their own; what a hook of the state dict has gathered is no DTensor.
+        like = present[key] if isinstance(present[key], DTensor) else example
+        tensor = tensor.contiguous()
+        state[key.removeprefix(prefix)] = tensor if like is None else replicated(tensor, like=like)
     module.load_state_dict(state, strict=True)
 
 

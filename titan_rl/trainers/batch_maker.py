@@ -6,18 +6,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torch import nn
-
-from titan_rl.batching.micro_batch import padding_fraction
+from titan_rl.batching.micro_batch import MicroBatch, padding_fraction
 from titan_rl.batching.pack import pack
 from titan_rl.batching.steps import split_into_steps
 from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.rollout.samples import to_samples
 from titan_rl.rollout.source import Taken
 from titan_rl.titan.api import logger
+from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.trainers import initial_weights
 from titan_rl.trainers.credit import Credit, RolloutKey, mean_by_rollout
 from titan_rl.trainers.optimization import StepBatch, align_ranks, score_batch
+from titan_rl.trainers.row_shape import row_shape
 from titan_rl.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class BatchMaker:
     def _pack(self, samples: list[Sample], per_rollout: Mapping[RolloutKey, float]) -> StepBatch:
         """Pack one step's samples; without ``per_rollout`` their advantages are assigned later."""
         trainer = self._trainer
-        training, batching = trainer.config.training, trainer.config.batching
+        batching = trainer.config.batching
         advantages = [per_rollout.get((s.group_index, s.sample_index), 0.0) for s in samples]
         chosen = [index for index, sample in enumerate(samples) if any(sample.loss_mask)]
         num_samples = len(chosen)
@@ -93,13 +93,7 @@ class BatchMaker:
         if may_skip and not self._credit.needs_scores:
             chosen = [index for index in chosen if advantages[index] != 0.0]
         packed = [samples[index] for index in chosen]
-        micro_batches = pack(
-            packed,
-            [advantages[index] for index in chosen],
-            token_budget=training.seq_len,
-            rows_per_micro_batch=training.local_batch_size,
-            pad_to=batching.pad_to,
-        )
+        micro_batches = self.pack(packed, [advantages[index] for index in chosen])
         trainer.report.count_padding(padding_fraction(micro_batches), len(micro_batches))
         batch = align_ranks(
             micro_batches,
@@ -107,6 +101,7 @@ class BatchMaker:
             num_loss_tokens=sum(sum(sample.loss_mask) for sample in samples),
             collectives=trainer.collectives,
             device=trainer.device,
+            empty_shape=row_shape(trainer.config).empty,
         )
         batch.samples = packed
         return batch
@@ -116,7 +111,7 @@ class BatchMaker:
         for batch in batches:
             score_batch(batch, old=old, reference=self._reference)
             if self._trainer.critic is not None:
-                batch.values = [self._trainer.critic(m) for m in batch.micro_batches]
+                batch.values = self._trainer.critic(batch.micro_batches)
 
     def _choose_old_scorer(self, batches: Sequence[StepBatch]) -> LogprobScorer | None:
         """What scores under the old policy; None when nothing has to, or the generator's values serve."""
@@ -137,11 +132,23 @@ class BatchMaker:
             )
         return self._old
 
-    def _scorer(self, model: nn.Module) -> LogprobScorer:
-        trainer = self._trainer
-        return LogprobScorer(
-            model,
-            temperature=trainer.config.sampling.temperature,
-            prepare=trainer.prepare_inputs,
-            context=trainer.train_context,
+    def pack(self, samples: Sequence[Sample], advantages: Sequence[float]) -> list[MicroBatch]:
+        """Rows as this run's layout takes them.
+
+        Args:
+            samples: What to score or train on.
+            advantages: One a sample.
+        """
+        config = self._trainer.config
+        shape = row_shape(config)
+        return pack(
+            samples,
+            advantages,
+            token_budget=config.training.seq_len,
+            rows_per_micro_batch=shape.rows,
+            length_multiple=shape.length_multiple,
+            pad_to="token_budget" if shape.is_fixed else config.batching.pad_to,
         )
+
+    def _scorer(self, model: ShardedModel) -> LogprobScorer:
+        return LogprobScorer(model, temperature=self._trainer.config.sampling.temperature)

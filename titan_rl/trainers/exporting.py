@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from titan_rl.titan.weights import WeightStream, export_hf
+from titan_rl.titan.sharded_model import ShardedModel
+from titan_rl.titan.weights import WeightStream, export_hf, is_tied
 from titan_rl.trainers import assembly
 
 
@@ -18,13 +19,13 @@ def export(trainer: Any) -> Path:
     Returns:
         The directory: weights, ``config.json``, tokenizer and generation config.
     """
-    model = trainer.model_parts[0]
+    model = ShardedModel.of_trainer(trainer)
     directory = Path(trainer.config.dump_folder) / "export"
     export_hf(
         WeightStream(model, assembly.state_dict_adapter(trainer)),
         directory=directory,
         hf_config=trainer.hf_config,
         assets=trainer.config.hf_assets_path,
-        is_tied=bool(getattr(model, "enable_weight_tying", False)),
+        is_tied=is_tied(model),
     )
     return directory

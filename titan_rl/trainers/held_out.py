@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from titan_rl.config.choice import build
 from titan_rl.observability.summary import write_json
-from titan_rl.policy.token_scores import fsdp_modules
 from titan_rl.titan.api import IGNORE_INDEX, Validator, dist_sum, logger
 from titan_rl.titan.device import choose_device
+from titan_rl.titan.sharded_model import fsdp_modules
 from titan_rl.trainers.supervised_data import Encoder, Row, SupervisedDataSection, to_batch
 
 _SUMS = ("loss", "tokens", "right_tokens", "documents", "wrong_documents")

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
 from titan_rl.errors import ConfigError
 from titan_rl.titan.api import logger
 from titan_rl.titan.models import build_sibling, copy_shards
+from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.titan.weights import has_hf_weights, load_checkpoint, load_hf
 from titan_rl.trainers import assembly
 
@@ -31,12 +29,13 @@ def load(trainer: Any) -> None:
         ConfigError: there are no weights and ``model.allow_random_init`` is off, or they do not fit.
     """
     config = trainer.config
+    model = ShardedModel.of_trainer(trainer)
     path = config.checkpoint.initial_load_path
     if path:
-        load_checkpoint(trainer.model_parts[0], path)
+        load_checkpoint(model, path)
         logger.info("Initial weights: %s", path)
     elif has_hf_weights(config.model.hf_assets_path):
-        load_hf(trainer.model_parts[0], assembly.state_dict_adapter(trainer), config.model.hf_assets_path)
+        load_hf(model, assembly.state_dict_adapter(trainer), config.model.hf_assets_path)
         logger.info("Initial weights: %s", config.model.hf_assets_path)
     elif not config.model.allow_random_init:
         raise ConfigError(
@@ -47,10 +46,8 @@ def load(trainer: Any) -> None:
         )
 
 
-@torch.no_grad()
-def frozen_copy(trainer: RLTrainer, *, offload_to_cpu: bool) -> nn.Module:
+def frozen_copy(trainer: RLTrainer, *, offload_to_cpu: bool) -> ShardedModel:
     """A frozen sibling of the policy with the policy's weights of now, under the same parallelism."""
     model = build_sibling(trainer, offload_to_cpu=offload_to_cpu)
     copy_shards(trainer.policy, model)
-    model._skip_lm_head = True  # pyrefly: ignore[bad-argument-type]  # typed as any nn.Module
     return model

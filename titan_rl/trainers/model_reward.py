@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from titan_rl.batching.pack import pack
 from titan_rl.policy.reward_scorer import RewardScorer
 from titan_rl.rollout.samples import to_samples
 from titan_rl.titan.reward_models import open_reward_model
 from titan_rl.trainers.optimization import align_ranks
+from titan_rl.trainers.row_shape import row_shape
 from titan_rl.trainers.sections import RewardModelSection
 from titan_rl.types import Group, Reward
 
@@ -40,7 +40,7 @@ class ModelReward:
         """
         self._trainer, self._section = trainer, section
         model = open_reward_model(trainer, section.path, where="reward_model.path")
-        self._scorer = RewardScorer(model, prepare=trainer.prepare_inputs, context=trainer.train_context)
+        self._scorer = RewardScorer(model)
 
     def __call__(self, groups: Sequence[Group]) -> None:
         """Score this rank's rollouts. Collective.
@@ -53,14 +53,12 @@ class ModelReward:
         scored += [g.baseline for g in groups if g.baseline is not None and g.baseline.reward is not None]
         baselines = [dataclasses.replace(g, rollouts=[g.baseline]) for g in groups if g.baseline is not None]
         samples = to_samples([*groups, *baselines])
-        micro_batches = pack(
-            samples,
-            [0.0] * len(samples),
-            token_budget=trainer.config.training.seq_len,
-            rows_per_micro_batch=trainer.config.training.local_batch_size,
-        )
         batch = align_ranks(
-            micro_batches, num_samples=len(samples), collectives=trainer.collectives, device=trainer.device
+            trainer.batch_maker.pack(samples, [0.0] * len(samples)),
+            num_samples=len(samples),
+            collectives=trainer.collectives,
+            device=trainer.device,
+            empty_shape=row_shape(trainer.config).empty,
         )
         weight, is_alone = self._section.weight, self._section.is_alone
         values = self._scorer(batch.micro_batches, len(samples)).tolist()

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from titan_rl.algorithms.interfaces import LossInputs
 from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.policy.teacher import Teacher
-from titan_rl.policy.token_scores import LogprobScorer, PrepareInputs, token_scores
+from titan_rl.policy.token_scores import LogprobScorer, token_scores
 from titan_rl.titan.collectives import Collectives
+from titan_rl.titan.sharded_model import Hidden, ShardedModel
 from titan_rl.types import Sample
 
 _EMPTY_LENGTH = 8
@@ -97,9 +97,9 @@ def score_batch(batch: StepBatch, *, old: LogprobScorer | None, reference: Logpr
         reference: Scores under the reference, or None.
     """
     if old is not None:
-        batch.old_logprobs = [old(micro_batch) for micro_batch in batch.micro_batches]
+        batch.old_logprobs = old(batch.micro_batches)
     if reference is not None:
-        batch.ref_logprobs = [reference(micro_batch) for micro_batch in batch.micro_batches]
+        batch.ref_logprobs = reference(batch.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +118,12 @@ class StepResult:
 
 
 def forward_backward(
-    model: nn.Module,
+    model: ShardedModel,
     loss_fn: PolicyLoss,
     batch: StepBatch,
     *,
     temperature: float,
     max_tokens: int,
-    prepare: PrepareInputs,
-    context: Callable[[], AbstractContextManager[None]],
     teacher: Teacher | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """Accumulate the gradient of the step's loss over this rank's micro-batches.
@@ -139,43 +137,42 @@ def forward_backward(
         batch: Scored micro-batches.
         temperature: Of sampling and scoring.
         max_tokens: Longest completion that can be sampled.
-        prepare: Builds the model's arguments.
-        context: TorchTitan's context for forward and backward.
         teacher: What the loss distils from, or None.
 
     Returns:
         The loss's metrics of each micro-batch: this rank's parts of sums, or maxima.
     """
-    metrics = []
-    for index, micro_batch in enumerate(batch.micro_batches):
-        with context(), nullcontext() if teacher is None else teacher.compare(micro_batch) as divergence:
-            scores = token_scores(
-                model,
-                micro_batch,
-                temperature=temperature,
-                prepare=prepare,
-                with_entropy=True,
-                divergence=divergence,
+
+    def loss(index: int, hidden: Hidden) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        micro_batch = batch.micro_batches[index]
+        scores = token_scores(
+            model,
+            hidden,
+            micro_batch,
+            temperature=temperature,
+            with_entropy=True,
+            divergence=None if teacher is None else teacher.compare(micro_batch),
+        )
+        output = loss_fn(
+            LossInputs(
+                policy_logprobs=scores.logprobs,
+                advantages=micro_batch.advantages,
+                loss_mask=micro_batch.loss_mask,
+                sample_index=micro_batch.sample_index,
+                generator_logprobs=micro_batch.generator_logprobs,
+                num_loss_tokens=batch.num_loss_tokens,
+                num_samples=batch.num_samples,
+                max_tokens=max_tokens,
+                old_logprobs=batch.old_logprobs[index] if batch.old_logprobs else None,
+                ref_logprobs=batch.ref_logprobs[index] if batch.ref_logprobs else None,
+                entropy=_entropy(scores.entropy, with_grad=loss_fn.entropy.coefficient > 0),
+                teacher_kl=scores.teacher_kl,
             )
-            output = loss_fn(
-                LossInputs(
-                    policy_logprobs=scores.logprobs,
-                    advantages=micro_batch.advantages,
-                    loss_mask=micro_batch.loss_mask,
-                    sample_index=micro_batch.sample_index,
-                    generator_logprobs=micro_batch.generator_logprobs,
-                    num_loss_tokens=batch.num_loss_tokens,
-                    num_samples=batch.num_samples,
-                    max_tokens=max_tokens,
-                    old_logprobs=batch.old_logprobs[index] if batch.old_logprobs else None,
-                    ref_logprobs=batch.ref_logprobs[index] if batch.ref_logprobs else None,
-                    entropy=_entropy(scores.entropy, with_grad=loss_fn.entropy.coefficient > 0),
-                    teacher_kl=scores.teacher_kl,
-                )
-            )
-            output.loss.backward()
-        metrics.append(output.metrics)
-    return metrics
+        )
+        return output.loss, output.metrics
+
+    with nullcontext() if teacher is None else teacher.gathered():
+        return model.forward_backward(batch.micro_batches, loss)
 
 
 def _entropy(entropy: torch.Tensor | None, *, with_grad: bool) -> torch.Tensor | None:

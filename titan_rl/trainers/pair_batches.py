@@ -58,7 +58,12 @@ def to_sample(token_ids: Sequence[int], mask: Sequence[bool]) -> Sample:
 
 
 def make_batches(
-    preferences: Sequence[Encoded], *, row_tokens: int, rows: int, pad_to: PadTo
+    preferences: Sequence[Encoded],
+    *,
+    row_tokens: int,
+    rows: int,
+    pad_to: PadTo,
+    length_multiple: int = 1,
 ) -> list[PairBatch]:
     """Pack this rank's preferences; both completions of a pair are in one micro-batch.
 
@@ -67,9 +72,16 @@ def make_batches(
         row_tokens: Most tokens of a row.
         rows: Rows of a micro-batch.
         pad_to: Length of its rows.
+        length_multiple: Which it is a multiple of.
     """
     units = [[to_sample(ids, mask) for _, ids, mask in p.documents] for p in preferences]
-    packed = pack_together(units, token_budget=row_tokens, rows_per_micro_batch=rows, pad_to=pad_to)
+    packed = pack_together(
+        units,
+        token_budget=row_tokens,
+        rows_per_micro_batch=rows,
+        length_multiple=length_multiple,
+        pad_to=pad_to,
+    )
     return [_describe([preferences[i] for i in chosen], batch) for chosen, batch in packed]
 
 
@@ -96,7 +108,11 @@ def _describe(preferences: Sequence[Encoded], micro_batch: MicroBatch) -> PairBa
 
 
 def align_ranks(
-    batches: Sequence[PairBatch], *, collectives: Collectives, device: torch.device
+    batches: Sequence[PairBatch],
+    *,
+    collectives: Collectives,
+    device: torch.device,
+    empty_shape: tuple[int, int] = _EMPTY_SHAPE,
 ) -> list[PairBatch]:
     """Give every rank the same number of micro-batches, on the device; the added ones are empty.
 
@@ -104,8 +120,9 @@ def align_ranks(
         batches: This rank's, possibly none.
         collectives: Of the run.
         device: Where they are computed on.
+        empty_shape: Rows and tokens of an empty micro-batch.
     """
     count = int(collectives.reduce_scalar(len(batches), "max"))
     missing = count - len(batches)
-    padded = [*batches, *(_describe([], MicroBatch.empty(*_EMPTY_SHAPE)) for _ in range(missing))]
+    padded = [*batches, *(_describe([], MicroBatch.empty(*empty_shape)) for _ in range(missing))]
     return [batch.to(device) for batch in padded]

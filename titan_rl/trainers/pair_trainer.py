@@ -18,17 +18,16 @@ import torch
 import tyro
 
 from titan_rl.algorithms.preference_interfaces import CompletionScores, PreferenceInputs, PreferenceLoss
-from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.config.choice import build
 from titan_rl.data.preferences import Preference
 from titan_rl.errors import NonFiniteError
 from titan_rl.observability.stages import StageTimer
 from titan_rl.policy.reference_cache import ReferenceCache
-from titan_rl.policy.token_scores import fsdp_modules
 from titan_rl.resilience.state import RunState, seed_process
-from titan_rl.titan.api import CheckpointManager, Profiler, Trainer, clip_grad_norm_, logger, set_pg_timeouts
+from titan_rl.titan.api import CheckpointManager, Profiler, Trainer, logger, set_pg_timeouts
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.models import ModelSection
+from titan_rl.titan.sharded_model import Hidden, ShardedModel
 from titan_rl.trainers import assembly, earlier_start, exporting, initial_weights, pair_checks
 from titan_rl.trainers.data_loaders import NoDataLoader
 from titan_rl.trainers.pair_batches import PairBatch, align_ranks, make_batches
@@ -40,6 +39,7 @@ from titan_rl.trainers.pair_sections import (
     PairEvaluationSection,
     PairResilienceSection,
 )
+from titan_rl.trainers.row_shape import row_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class PairTrainer(Trainer):
             super().__init__(config)
         finally:
             config.loss = loss_config
-        self.policy = self.model_parts[0]
+        self.policy = ShardedModel.of_trainer(self)
         self.collectives = Collectives(self.parallel_dims, self.device)
         if self.config.checkpoint.enable:  # otherwise TorchTitan's checkpointer has no states
             self.checkpointer.states["pair_state"] = self.state
@@ -160,7 +160,7 @@ class PairTrainer(Trainer):
             assets=config.hf_assets_path,
             vocab_size=spec.model.vocab_size,
             row_tokens=config.training.seq_len,
-            rows=config.training.local_batch_size,
+            rows=row_shape(config).rows,
             seed=seed,
             pairs_for=cls.pairs_for(config) if loss.needs.pairs else None,
             with_mismatched=loss.needs.kl_baseline,
@@ -178,8 +178,13 @@ class PairTrainer(Trainer):
     def prepare(self) -> None:
         """What needs the initial weights, before a checkpoint of the run takes their place. Collective."""
 
-    def values(self, batch: PairBatch) -> torch.Tensor:
-        """The value of each document ``[N]`` fp32, with grad where the model trains. Collective."""
+    def values(self, batch: PairBatch, hidden: Hidden) -> torch.Tensor:
+        """The value of each document ``[N]`` fp32, with grad where the model trains. Collective.
+
+        Args:
+            batch: On the device.
+            hidden: What the model gives for its micro-batch.
+        """
         raise NotImplementedError
 
     def export(self) -> Path:
@@ -207,7 +212,7 @@ class PairTrainer(Trainer):
         count = self.config.data.preferences_per_step
         while self.should_continue_training():
             self.gc_handler.run(self.step + 1)
-            seed_process(self.run_seed, self.state.iteration, self.collectives.rank)
+            seed_process(self.run_seed, self.state.iteration, self.collectives.data_rank)
             outcome = self.optimizer_step(self.data.draw(self.state.cursor, count))
             self.state.cursor += count
             self.state.iteration += 1
@@ -234,8 +239,7 @@ class PairTrainer(Trainer):
             baseline = self.kl_baseline(self.data.train, drawn)
             self.optimizers.zero_grad(set_to_none=True)
             parts = self.forward_backward(batches, counts=num_sides(drawn), baseline=baseline)
-            norm = clip_grad_norm_(self.policy.parameters(), self.config.training.max_norm, foreach=True)
-            grad_norm = float(norm)
+            grad_norm = self.policy.clip_grad_norm(self.config.training.max_norm)
             metrics = self.reduce(parts)
             if math.isfinite(grad_norm):
                 self.checkpointer.maybe_wait_for_staging()
@@ -271,13 +275,13 @@ class PairTrainer(Trainer):
         Returns:
             The loss's metrics of each micro-batch.
         """
-        parts = []
-        for batch in batches:
-            with self.train_context():
-                output = self.loss_fn(self._inputs(batch, self.values(batch), counts, baseline))
-                output.loss.backward()
-            parts.append(output.metrics)
-        return parts
+
+        def loss(number: int, hidden: Hidden) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            batch = batches[number]
+            output = self.loss_fn(self._inputs(batch, self.values(batch, hidden), counts, baseline))
+            return output.loss, output.metrics
+
+        return self.policy.forward_backward([batch.micro_batch for batch in batches], loss)
 
     def evaluate(self) -> dict[str, float]:
         """Score held-out preferences and report the result; empty when nothing is held out. Collective."""
@@ -288,9 +292,9 @@ class PairTrainer(Trainer):
             batches = self.make_batches(drawn)
             baseline = self.kl_baseline(self.data.held_out, drawn)
             parts = []
-            for batch in batches:
+            for batch, values in zip(batches, self.frozen_values(batches), strict=True):
                 with torch.no_grad():
-                    inputs = self._inputs(batch, self.frozen_values(batch), num_sides(drawn), baseline)
+                    inputs = self._inputs(batch, values, num_sides(drawn), baseline)
                     parts.append(self.loss_fn(inputs).metrics)
             metrics = self.reduce(parts)
         self.report.evaluation(metrics, len(drawn))
@@ -300,25 +304,29 @@ class PairTrainer(Trainer):
 
     def make_batches(self, drawn: Sequence[Preference]) -> list[PairBatch]:
         """Pack this rank's share of some preferences, aligned over ranks. Collective."""
-        collectives, training = self.collectives, self.config.training
+        collectives, shape = self.collectives, row_shape(self.config)
         mine = share(drawn, rank=collectives.data_rank, size=collectives.data_size)
         batches = make_batches(
             self.data.encode(mine),
-            row_tokens=training.seq_len,
-            rows=training.local_batch_size,
-            pad_to=self.config.batching.pad_to,
+            row_tokens=self.config.training.seq_len,
+            rows=shape.rows,
+            length_multiple=shape.length_multiple,
+            pad_to="token_budget" if shape.is_fixed else self.config.batching.pad_to,
         )
-        return align_ranks(batches, collectives=collectives, device=self.device)
+        return align_ranks(batches, collectives=collectives, device=self.device, empty_shape=shape.empty)
 
-    @torch.no_grad()
-    def frozen_values(self, batch: PairBatch) -> torch.Tensor:
-        """:meth:`values` without grad, and the model resharded afterwards. Collective."""
-        with self.train_context():
-            values = self.values(batch)
-        for module in fsdp_modules(self.policy):
-            # Without a backward pass FSDP keeps the last gathered weights, which the next step makes stale.
-            module.reshard()
-        return values
+    def frozen_values(self, batches: Sequence[PairBatch]) -> list[torch.Tensor]:
+        """:meth:`values` of some batches, without grad. Collective."""
+
+        def score(number: int, hidden: Hidden) -> torch.Tensor:
+            # One row of all documents' values: what a scorer gives has the shape of its micro-batch.
+            rows = torch.zeros_like(batches[number].micro_batch.positions, dtype=torch.float32)
+            values = self.values(batches[number], hidden)
+            rows.view(-1)[: len(values)] = values
+            return rows
+
+        rows = self.policy.scores([batch.micro_batch for batch in batches], score)
+        return [row.view(-1)[: len(batch.keys)] for row, batch in zip(rows, batches, strict=True)]
 
     def kl_baseline(self, split: PairSplit, drawn: Sequence[Preference]) -> torch.Tensor | None:
         """Mean log-ratio of policy and reference on completions of other prompts, at least 0. Collective.
@@ -332,8 +340,9 @@ class PairTrainer(Trainer):
         if not self.loss_fn.needs.kl_baseline:
             return None
         total, count = 0.0, 0
-        for batch in self.make_batches([split.mismatched(preference) for preference in drawn]):
-            total += float((self.frozen_values(batch) - self._ref_logprobs(batch)).sum())
+        batches = self.make_batches([split.mismatched(preference) for preference in drawn])
+        for batch, values in zip(batches, self.frozen_values(batches), strict=True):
+            total += float((values - self._ref_logprobs(batch)).sum())
             count += len(batch.keys)
         sums = self.collectives.reduce({"total": total, "count": count}, "sum")
         mean = max(sums["total"] / max(sums["count"], 1), 0.0)
@@ -378,15 +387,6 @@ class PairTrainer(Trainer):
         if self.reference is None:
             raise ValueError("A loss that needs a reference needs a trainer that has one.")
         return torch.tensor(self.reference.lookup(batch.keys), dtype=torch.float32, device=self.device)
-
-    def prepare_inputs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The model's arguments for a micro-batch."""
-        seen = self.ntokens_seen
-        inputs, _, kwargs = self.post_dataloading_process(
-            {"input": micro_batch.input_ids, "positions": micro_batch.positions}, micro_batch.targets
-        )
-        self.ntokens_seen = seen  # TorchTitan's hook counts every call; only trained batches should count
-        return inputs, kwargs
 
     def _resume(self) -> None:
         """Restore the newest checkpoint of this run, if there is one."""

@@ -19,6 +19,7 @@ from titan_rl.functional.documents import document_sum
 from titan_rl.policy.reference_cache import ReferenceCache, completion_key, weights_fingerprint
 from titan_rl.policy.token_scores import token_scores
 from titan_rl.titan.api import Trainer, logger
+from titan_rl.titan.sharded_model import Hidden
 from titan_rl.trainers.pair_batches import PairBatch
 from titan_rl.trainers.pair_sections import PairReferenceSection
 from titan_rl.trainers.pair_trainer import PairTrainer
@@ -52,17 +53,17 @@ class PreferenceTrainer(PairTrainer):
     def __init__(self, config: Config) -> None:
         """Build as :class:`PairTrainer` does; the head is applied to trained tokens only, in chunks."""
         super().__init__(config)
-        self.policy._skip_lm_head = True  # pyrefly: ignore[bad-argument-type]  # typed as any nn.Module
+        self.policy.skip_head()
 
     @classmethod
     def pairs_for(cls, config: Any) -> str:
         """The loss by its name."""
         return f'loss.type = "{Choice(PREFERENCE_LOSSES).name_of(config.loss)}"'
 
-    def values(self, batch: PairBatch) -> torch.Tensor:
+    def values(self, batch: PairBatch, hidden: Hidden) -> torch.Tensor:
         """Log-probability of each completion under the policy, ``[N]``."""
         micro_batch = batch.micro_batch
-        scores = token_scores(self.policy, micro_batch, temperature=1.0, prepare=self.prepare_inputs)
+        scores = token_scores(self.policy, hidden, micro_batch, temperature=1.0)
         return document_sum(scores.logprobs, micro_batch.loss_mask, micro_batch.sample_index, len(batch.keys))
 
     def prepare(self) -> None:
@@ -124,8 +125,9 @@ class PreferenceTrainer(PairTrainer):
         seen = [0.0] * len(keys)
         step = _SCORED_AT_ONCE * self.collectives.data_size
         for start in range(0, len(preferences), step):
-            for batch in self.make_batches(preferences[start : start + step]):
-                for key, value in zip(batch.keys, self.frozen_values(batch).tolist(), strict=True):
+            batches = self.make_batches(preferences[start : start + step])
+            for batch, values in zip(batches, self.frozen_values(batches), strict=True):
+                for key, value in zip(batch.keys, values.tolist(), strict=True):
                     local[place[key]], seen[place[key]] = value, 1.0
         totals, counts = self._sum_over_ranks(local), self._sum_over_ranks(seen)
         chosen = sorted(place.values())

@@ -16,6 +16,7 @@ from titan_rl.policy.reward_scorer import document_rewards
 from titan_rl.resilience.seeds import derive_seed
 from titan_rl.titan.api import Trainer, logger
 from titan_rl.titan.reward_models import initial_head_std, renamed_head, with_reward_head
+from titan_rl.titan.sharded_model import Hidden
 from titan_rl.titan.value_model import init_head, load_value_checkpoint, value_spec
 from titan_rl.titan.weights import WeightStream, export_hf, has_hf_weights, load_hf
 from titan_rl.trainers import assembly
@@ -86,9 +87,9 @@ class RewardModelTrainer(PairTrainer):
             "Initial weights: %s, %s", path, "with its scalar head" if has_head else "a new scalar head"
         )
 
-    def values(self, batch: PairBatch) -> torch.Tensor:
+    def values(self, batch: PairBatch, hidden: Hidden) -> torch.Tensor:
         """Reward of each completion, ``[N]``."""
-        return document_rewards(self.policy, batch.micro_batch, len(batch.keys), prepare=self.prepare_inputs)
+        return document_rewards(self.policy, hidden, batch.micro_batch, len(batch.keys))
 
     def export(self) -> Path:
         """Write the reward model as a sequence classifier with one label. Collective."""

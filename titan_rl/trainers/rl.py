@@ -8,14 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.algorithms.preset import derive_needs
-from titan_rl.batching.micro_batch import MicroBatch
-from titan_rl.batching.pack import pack
 from titan_rl.config.choice import build
 from titan_rl.errors import ConfigError, NonFiniteError, TitanRLError
 from titan_rl.observability.stages import StageTimer
@@ -25,8 +20,9 @@ from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.resilience.state import RunState, seed_process
 from titan_rl.rollout.permutation import permute_rewards
 from titan_rl.rollout.source import Taken
-from titan_rl.titan.api import CheckpointManager, Profiler, Trainer, clip_grad_norm_, logger, set_pg_timeouts
+from titan_rl.titan.api import CheckpointManager, Profiler, Trainer, logger, set_pg_timeouts
 from titan_rl.titan.collectives import Collectives
+from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.trainers import assembly, checks, earlier_start, initial_weights
 from titan_rl.trainers.batch_maker import BatchMaker
 from titan_rl.trainers.model_reward import ModelReward
@@ -78,9 +74,8 @@ class RLTrainer(Trainer):
         self.state = RunState(seed=self.run_seed, data_fingerprint=data.fingerprint)
         earlier_start.check_resume(config, self.state, name="rl_state")
         super().__init__(config)
-        self.policy = self.model_parts[0]
-        # The head is applied to trained tokens only, in chunks.
-        self.policy._skip_lm_head = True  # pyrefly: ignore[bad-argument-type]  # typed as any nn.Module
+        self.policy = ShardedModel.of_trainer(self)
+        self.policy.skip_head()  # it is applied to trained tokens only, in chunks
         self.collectives = Collectives(self.parallel_dims, self.device)
         self.needs = derive_needs(
             self.advantage, self.loss_fn, steps_per_iteration=config.algorithm.steps_per_iteration
@@ -124,7 +119,7 @@ class RLTrainer(Trainer):
         """The loop: one iteration from top to bottom."""
         while self.should_continue_training():
             self.gc_handler.run(self.state.iteration + 1)
-            seed_process(self.run_seed, self.state.iteration, self.collectives.rank)
+            seed_process(self.run_seed, self.state.iteration, self.collectives.data_rank)
             taken = self.generate()
             batches = self.batch_maker.make(taken)
             results = [self.update(batch) for batch in batches]
@@ -212,12 +207,9 @@ class RLTrainer(Trainer):
                 batch,
                 temperature=self.config.sampling.temperature,
                 max_tokens=self.config.sampling.max_tokens,
-                prepare=self.prepare_inputs,
-                context=self.train_context,
                 teacher=self.teacher,
             )
-            norm = clip_grad_norm_(self.policy.parameters(), self.config.training.max_norm, foreach=True)
-            grad_norm = float(norm)
+            grad_norm = self.policy.clip_grad_norm(self.config.training.max_norm)
             metrics = reduce_metrics(parts, batch, self.collectives)
             if not math.isfinite(grad_norm):
                 return self._skip(grad_norm, metrics, f"the gradient norm is {grad_norm}")
@@ -308,22 +300,13 @@ class RLTrainer(Trainer):
         interval = self.config.evaluation.interval_steps
         return self.step >= self.config.training.steps or bool(interval and self.step % interval == 0)
 
-    def prepare_inputs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Tokens, positions and masks of a micro-batch, as TorchTitan's models take them."""
-        seen = self.ntokens_seen
-        inputs, _, kwargs = self.post_dataloading_process(
-            {"input": micro_batch.input_ids, "positions": micro_batch.positions}, micro_batch.targets
-        )
-        self.ntokens_seen = seen  # TorchTitan's hook counts every call; only trained batches should count
-        return inputs, kwargs
-
     def _build_critic(self) -> Critic | None:
         if not self.needs.critic:
             return None
         critic = build_critic(
             self.config.critic or Critic.Config(),
             self,
-            prepare=self.prepare_inputs,
+            policy=self.policy,
             collectives=self.collectives,
             seed=self.run_seed,
             total_steps=self.config.training.steps,
@@ -334,7 +317,7 @@ class RLTrainer(Trainer):
 
     def _build_teacher(self) -> Teacher | None:
         section = self.config.teacher
-        return None if section is None else build_teacher(section, self, prepare=self.prepare_inputs)
+        return None if section is None else build_teacher(section, self)
 
     def _probe_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities of tokens 1 to N - 1 at temperature 1, under the policy as it is now."""
@@ -347,11 +330,9 @@ class RLTrainer(Trainer):
             sample_index=0,
             is_truncated=False,
         )
-        batch = pack([sample], [0.0], token_budget=self.config.training.seq_len, rows_per_micro_batch=1)[0]
-        scorer = LogprobScorer(
-            self.policy, temperature=1.0, prepare=self.prepare_inputs, context=self.train_context
-        )
-        return scorer(batch.to(self.device))[0, : len(token_ids) - 1].tolist()
+        batch = self.batch_maker.pack([sample], [0.0])[0]
+        scorer = LogprobScorer(self.policy, temperature=1.0)
+        return scorer([batch.to(self.device)])[0][0, : len(token_ids) - 1].tolist()
 
     def close(self) -> None:
         """Release the generator and the reward workers, then what TorchTitan holds."""

@@ -1,0 +1,49 @@
+"""The tensors of a TorchTitan decoder, module by module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def iterate_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate the state dict module by module.
+
+    TorchTitan's fused attention replicates its weights in ``state_dict()``; going module by module, only
+    one layer is replicated at a time.
+
+    Args:
+        model: A TorchTitan decoder.
+
+    Yields:
+        TorchTitan's name and the tensor, sharded as it is.
+    """
+    for prefix, module in parts(model):
+        yield from module.state_dict(prefix=prefix).items()
+
+
+def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Iterate ``(prefix, module)`` of the parts that are converted together: one layer, the embedding, ..."""
+    for name, child in model.named_children():
+        if name == "layers":
+            for index, layer in child.named_children():
+                yield f"layers.{index}.", layer
+        else:
+            yield f"{name}.", child
+
+
+@torch.no_grad()
+def full_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gather the state dict, one tensor at a time. Collective over the ranks that shard the model.
+
+    Args:
+        model: A TorchTitan decoder, or some of its layers.
+
+    Yields:
+        TorchTitan's name and the full tensor.
+    """
+    for name, value in iterate_state(model):
+        yield name, (value.full_tensor() if isinstance(value, DTensor) else value).detach()

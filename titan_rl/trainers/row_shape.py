@@ -1,0 +1,49 @@
+"""What rows the parallel layout of a run asks for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+_EMPTY_TOKENS = 8
+_BLOCK = 128
+"""Tokens of a block of TorchTitan's block masks; context parallelism cuts rows between blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """The shape of micro-batches.
+
+    Attributes:
+        rows: Rows of a micro-batch, at most.
+        length_multiple: Tokens of a row are a multiple of this.
+        is_fixed: All micro-batches have ``rows`` rows of the whole budget.
+        empty: Rows and tokens of an empty micro-batch.
+    """
+
+    rows: int
+    length_multiple: int
+    is_fixed: bool
+    empty: tuple[int, int]
+
+
+def row_shape(config: Any) -> RowShape:
+    """The shape that ``[parallelism]`` asks for.
+
+    Context parallelism cuts a row into two slices a rank, between blocks of the mask; sequence parallelism
+    cuts a rank's tokens over the tensor-parallel ranks. A pipeline takes micro-batches of
+    ``pipeline_parallel_microbatch_size`` whole rows, all of one shape.
+
+    Args:
+        config: With TorchTitan's ``[training]`` and ``[parallelism]``.
+    """
+    parallelism, training = config.parallelism, config.training
+    context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    multiple = tensor if parallelism.enable_sequence_parallel else 1
+    if context > 1:
+        multiple = math.lcm(2 * context * multiple, context * _BLOCK)
+    is_fixed = parallelism.pipeline_parallel_degree > 1
+    rows = parallelism.pipeline_parallel_microbatch_size if is_fixed else training.local_batch_size
+    empty = (rows, training.seq_len) if is_fixed else (1, math.lcm(_EMPTY_TOKENS, multiple))
+    return RowShape(rows, multiple, is_fixed, empty)
