@@ -81,7 +81,7 @@ def write_model(directory: Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        max_position_embeddings=64,
+        max_position_embeddings=256,
         initializer_range=0.3,
         tie_word_embeddings=False,
     )
