@@ -108,15 +108,21 @@ class Teacher:
 
 
 def check_teacher(
-    config: Teacher.Config | None, *, coefficient: float, model: ModelSection, vocab_size: int
+    config: Teacher.Config | None,
+    *,
+    coefficient: float,
+    model: ModelSection,
+    vocab_size: int,
+    parallelism: Any,
 ) -> None:
-    """Refuse a teacher that is missing, not asked for, without weights or of another vocabulary.
+    """Refuse a teacher that is missing, not asked for, without weights, cut up or of another vocabulary.
 
     Args:
         config: ``[teacher]``, or None without the table.
         coefficient: ``loss.distillation.coefficient``.
         model: ``[model]`` of the policy.
         vocab_size: The policy's, output rows.
+        parallelism: TorchTitan's section.
 
     Raises:
         ConfigError: naming both keys.
@@ -144,6 +150,15 @@ def check_teacher(
             config.hf_assets_path,
             "A teacher with random weights teaches nothing.",
         )
+    for axis in ("tensor", "pipeline"):
+        degree = getattr(parallelism, f"{axis}_parallel_degree")
+        if degree > 1:
+            raise ConfigError(
+                f"parallelism.{axis}_parallel_degree",
+                "be 1 with a [teacher], whose distribution is compared where the whole vocabulary is",
+                degree,
+                "Shard over parallelism.data_parallel_shard_degree or context_parallel_degree.",
+            )
     _check_vocabulary(config, model, vocab_size)
 
 

@@ -107,11 +107,12 @@ class FrameDecoder:
             yield message
 
 
-def rollout_to_json(rollout: Rollout) -> dict[str, Json]:
-    """Write a rollout as JSON, without log-probabilities and without a reward.
+def rollout_to_json(rollout: Rollout, *, with_logprobs: bool = False) -> dict[str, Json]:
+    """Write a rollout as JSON, without a reward.
 
     Args:
         rollout: Any rollout.
+        with_logprobs: Log-probabilities too, which no reward needs.
 
     Returns:
         A JSON object. :func:`rollout_from_json` is its inverse up to what is left out.
@@ -126,7 +127,7 @@ def rollout_to_json(rollout: Rollout) -> dict[str, Json]:
         },
         "sample_index": rollout.sample_index,
         "seed": rollout.seed,
-        "turns": [_turn_to_json(turn) for turn in rollout.turns],
+        "turns": [_turn_to_json(turn, with_logprobs) for turn in rollout.turns],
     }
 
 
@@ -137,7 +138,7 @@ def rollout_from_json(value: Mapping[str, Any]) -> Rollout:
         value: The JSON object.
 
     Returns:
-        The rollout; ``logprobs`` of every completion is empty.
+        The rollout; ``logprobs`` of every completion is empty where it was left out.
     """
     prompt = value["prompt"]
     return Rollout(
@@ -153,7 +154,7 @@ def rollout_from_json(value: Mapping[str, Any]) -> Rollout:
     )
 
 
-def _turn_to_json(turn: Turn) -> dict[str, Json]:
+def _turn_to_json(turn: Turn, with_logprobs: bool) -> dict[str, Json]:
     completion = turn.completion
     return {
         "prompt_token_ids": list(turn.prompt_token_ids),
@@ -161,6 +162,7 @@ def _turn_to_json(turn: Turn) -> dict[str, Json]:
         "completion": {
             "request_id": completion.request_id,
             "token_ids": list(completion.token_ids),
+            "logprobs": list(completion.logprobs) if with_logprobs else [],
             "finish_reason": completion.finish_reason.value,
             "policy_versions": [list(segment) for segment in completion.policy_versions],
         },
@@ -174,7 +176,7 @@ def _turn_from_json(value: Mapping[str, Any]) -> Turn:
         completion=Completion(
             request_id=completion["request_id"],
             token_ids=tuple(completion["token_ids"]),
-            logprobs=(),
+            logprobs=tuple(completion["logprobs"]),
             finish_reason=FinishReason(completion["finish_reason"]),
             policy_versions=tuple((first, version) for first, version in completion["policy_versions"]),
         ),

@@ -6,45 +6,17 @@ Used alike for training (sampled, in groups) and for evaluation (held-out prompt
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 
 from titan_rl.data.chat import PromptEncoder
 from titan_rl.errors import GeneratorError, RewardError
 from titan_rl.generation.protocol import Generator, check_completion
 from titan_rl.resilience.seeds import derive_seed
 from titan_rl.rewards.pool import RewardFailure, RewardPool
+from titan_rl.rollout.exchange import Exchange, exchange_groups
 from titan_rl.rollout.share import Share
+from titan_rl.rollout.stats import RunStats
 from titan_rl.types import Completion, GenerationRequest, Group, Prompt, Rollout, SamplingParams, Turn
-
-
-@dataclass(slots=True)
-class RunStats:
-    """Counts of one call, of this rank's kept rollouts only.
-
-    Attributes:
-        num_rollouts: Rollouts generated.
-        num_tokens: Completion tokens sampled.
-        num_prompt_tokens: Prompt tokens, once per rollout.
-        num_truncated: Completions that ended by a length limit.
-        reward_failures: Failed rewards by reason.
-        generation_seconds: Wall-clock time until the last completion.
-        reward_seconds: Wall-clock time from then until the last reward.
-    """
-
-    num_rollouts: int = 0
-    num_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_truncated: int = 0
-    reward_failures: Counter[str] = field(default_factory=Counter)
-    generation_seconds: float = 0.0
-    reward_seconds: float = 0.0
-
-    def add(self, other: RunStats) -> None:
-        """Add the counts and seconds of another call."""
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
 
 class RolloutRunner:
@@ -59,6 +31,7 @@ class RolloutRunner:
         share: Share,
         run_seed: int,
         timeout_seconds: float,
+        exchange: Exchange | None = None,
     ) -> None:
         """Bind the collaborators.
 
@@ -69,9 +42,11 @@ class RolloutRunner:
             share: This rank's part of the work.
             run_seed: First part of every seed.
             timeout_seconds: Deadline of one call's generation, and again of its rewards.
+            exchange: Between the ranks that train on the same rows; None where each has rows of its own.
         """
         self._generator, self._rewards, self._encoder = generator, rewards, encoder
         self._share, self._run_seed, self._timeout = share, run_seed, timeout_seconds
+        self._exchange = exchange
         self._scoring: list[Rollout] = []  # rollouts handed to the rewards, by key
 
     def run(
@@ -83,7 +58,7 @@ class RolloutRunner:
         policy_version: int,
         purpose: str = "train",
     ) -> tuple[list[Group], RunStats]:
-        """Generate and score ``group_size`` rollouts of each prompt in this rank's share.
+        """Generate and score ``group_size`` rollouts of each prompt in this rank's share. Collective.
 
         Args:
             prompts: All prompts of all ranks, each with its index (the global cursor).
@@ -93,7 +68,8 @@ class RolloutRunner:
             purpose: Part of every seed, so that evaluation does not repeat the training draws.
 
         Returns:
-            The kept groups in the order of ``prompts``, and counts.
+            The kept groups in the order of ``prompts``, with those of the ranks that train on the same rows,
+            and counts.
 
         Raises:
             GeneratorError: the generator serves another version, fails, or runs past the deadline.
@@ -111,7 +87,7 @@ class RolloutRunner:
         stats.generation_seconds = time.perf_counter() - started
         self._collect_rewards(kept, stats)
         stats.reward_seconds = time.perf_counter() - started - stats.generation_seconds
-        return kept, stats
+        return (kept, stats) if self._exchange is None else exchange_groups(kept, stats, self._exchange)
 
     def _plan(self, prompts: Sequence[tuple[int, Prompt]], group_size: int, purpose: str) -> list[Group]:
         """Groups of this rank's generator, each rollout with its seed and an empty first turn."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from titan_rl.data.cursor import PromptStream
 from titan_rl.errors import TitanRLError
-from titan_rl.rollout.runner import RolloutRunner, RunStats
+from titan_rl.rollout.runner import RolloutRunner
+from titan_rl.rollout.stats import RunStats
 from titan_rl.types import Group, Prompt, SamplingParams
 
 

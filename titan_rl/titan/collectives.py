@@ -1,6 +1,6 @@
 """The few collectives that titan_rl needs besides TorchTitan's own: of scalars, flags, a text, barriers.
 
-Tokens and rollouts are never gathered. Layers above receive a :class:`Collectives` and know no process group.
+Rollouts go to the ranks that train on the same rows and to no others. Layers above receive a :class:`Collectives` and know no process group.
 """
 
 from __future__ import annotations
@@ -42,6 +42,47 @@ class Collectives:
         self._data_group = mesh.get_group() if mesh is not None else None
         self.data_rank = mesh.get_local_rank() if mesh is not None else 0
         self.data_size = mesh.size() if mesh is not None else 1
+        self._row_group = self._find_row_group(parallel_dims)
+
+    def _find_row_group(self, dims: ParallelDims) -> dist.ProcessGroup | None:
+        """Group of the ranks that train on the same rows; all groups are made on all ranks."""
+        if self.data_size == self.world_size:
+            return None
+        ranks = torch.arange(self.world_size).view(dims.pp, self.data_size, dims.cp * dims.tp)
+        groups = [dist.new_group(ranks[:, index].flatten().tolist()) for index in range(self.data_size)]
+        return groups[self.data_rank]
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether no other rank trains on the same rows, or this is the first of those that do."""
+        return self._row_group is None or dist.get_rank(self._row_group) == 0
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether other ranks train on the same rows."""
+        return self._row_group is not None
+
+    def exchange(self, content: bytes) -> list[bytes]:
+        """Give bytes to the ranks that train on the same rows. Collective.
+
+        Args:
+            content: This rank's.
+
+        Returns:
+            Those of all these ranks, this one's among them, in one order.
+        """
+        if self._row_group is None:
+            return [content]
+        count = dist.get_world_size(self._row_group)
+        sizes = torch.zeros(count, dtype=torch.int64, device=self._device)
+        sizes[dist.get_rank(self._row_group)] = len(content)
+        dist.all_reduce(sizes, group=self._row_group)
+        longest = int(sizes.max())
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        parts = [torch.empty(longest, dtype=torch.uint8, device=self._device) for _ in range(count)]
+        dist.all_gather(parts, padded.to(self._device), group=self._row_group)
+        return [bytes(p[:n].cpu().numpy()) for p, n in zip(parts, sizes.tolist(), strict=True)]
 
     def reduce(self, values: Mapping[str, float], how: Reduction) -> dict[str, float]:
         """Reduce named scalars over the data-parallel ranks; all ranks must pass the same names.

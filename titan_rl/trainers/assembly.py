@@ -214,6 +214,7 @@ def build_runner(trainer: RLTrainer, data: RunData) -> RolloutRunner:
         share=Share.of_rank(dist.get_rank(), dist.get_world_size(), degree),
         run_seed=trainer.run_seed,
         timeout_seconds=config.sampling.timeout_seconds,
+        exchange=trainer.collectives.exchange if trainer.collectives.shares_rows else None,
     )
 
 

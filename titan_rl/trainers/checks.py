@@ -10,6 +10,9 @@ from titan_rl.config.choice import Choice, build
 from titan_rl.errors import ConfigError
 from titan_rl.policy.teacher import check_teacher
 from titan_rl.rewards.spec import RewardSpec, check_specs
+from titan_rl.titan.architecture import architecture_of
+from titan_rl.trainers.layout import Degrees
+from titan_rl.trainers.layout_checks import contradictions
 
 if TYPE_CHECKING:
     from titan_rl.algorithms.interfaces import Needs
@@ -28,8 +31,8 @@ def check_config(config: RLTrainer.Config, *, world_size: int, device_type: str)
     Raises:
         ConfigError: the first contradiction found, naming both keys.
     """
-    _check_parallelism(config, world_size)
-    check_ranks(config.parallelism, world_size)
+    degree = getattr(config.generator, "tensor_parallel_degree", 1)
+    check_layout(config, world_size=world_size, generator_degree=degree)
     specs = [RewardSpec.from_table(table) for table in config.reward]
     if not specs and config.reward_model is None:
         raise ConfigError("[[reward]]", "stand in the configuration at least once", 0, "Add one reward.")
@@ -46,6 +49,7 @@ def check_config(config: RLTrainer.Config, *, world_size: int, device_type: str)
         coefficient=config.loss.distillation.coefficient,
         model=config.model,
         vocab_size=spec.model.vocab_size,
+        parallelism=config.parallelism,
     )
     check_composition(
         needs,
@@ -66,7 +70,7 @@ def check_supervised_config(config: SupervisedTrainer.Config, *, world_size: int
         ConfigError: the first contradiction found.
     """
     training, parallelism = config.training, config.parallelism
-    check_ranks(parallelism, world_size)
+    check_layout(config, world_size=world_size)
     rows = training.local_batch_size * data_parallel_degree(parallelism, world_size)
     if training.global_batch_size > 0 and training.global_batch_size % rows:
         raise ConfigError(
@@ -77,67 +81,46 @@ def check_supervised_config(config: SupervisedTrainer.Config, *, world_size: int
         )
 
 
-def check_ranks(parallelism: Any, world_size: int) -> None:
-    """Refuse degrees of parallelism that do not make the number of ranks.
+def check_layout(config: Any, *, world_size: int, generator_degree: int = 1) -> None:
+    """Refuse a parallel layout that does not fit the ranks, the model, the rows or the generator.
 
     Args:
-        parallelism: TorchTitan's section.
+        config: With TorchTitan's sections and ``model_spec``.
         world_size: Number of ranks of the run.
+        generator_degree: ``generator.tensor_parallel_degree``.
 
     Raises:
-        ConfigError: naming the degrees and the number of ranks.
+        ConfigError: the first contradiction, with the nearest layout that works.
     """
-    shard = parallelism.data_parallel_shard_degree
-    others = parallelism.data_parallel_replicate_degree * _model_parallel_degree(parallelism)
-    if shard != -1 and shard * others != world_size:
+    parallelism = config.parallelism
+    for error in contradictions(
+        parallelism,
+        architecture=architecture_of(config.model_spec.model),
+        world_size=world_size,
+        seq_len=config.training.seq_len,
+        local_batch_size=config.training.local_batch_size,
+        generator_degree=generator_degree,
+    ):
+        raise error
+    if parallelism.spmd_backend == "full_dtensor":
         raise ConfigError(
-            "parallelism.data_parallel_shard_degree",
-            f"make {world_size} rank(s) when multiplied by the other degrees ({others})",
-            shard,
-            "Leave it out (-1 takes all ranks that are left), or start another number of ranks.",
+            "parallelism.spmd_backend",
+            "be spmd_types or partial_dtensor: losses are computed on plain tensors",
+            parallelism.spmd_backend,
+            "Leave it out.",
         )
-    if world_size % others:
+    if parallelism.pipeline_parallel_degree > 1 and not config.training.disable_cuda_graphs:
         raise ConfigError(
-            "parallelism.data_parallel_replicate_degree",
-            f"divide the {world_size} ranks, together with the tensor, pipeline and context degrees",
-            parallelism.data_parallel_replicate_degree,
-            f"Start a multiple of {others} ranks, or change a degree.",
+            "training.disable_cuda_graphs",
+            "be true with parallelism.pipeline_parallel_degree > 1, as TorchTitan asks",
+            False,
+            "Set training.disable_cuda_graphs = true.",
         )
 
 
 def data_parallel_degree(parallelism: Any, world_size: int) -> int:
     """Ranks that train on rows of their own."""
-    return world_size // _model_parallel_degree(parallelism)
-
-
-def _model_parallel_degree(parallelism: Any) -> int:
-    """Ranks that hold one copy of the batch."""
-    return (
-        parallelism.tensor_parallel_degree
-        * parallelism.pipeline_parallel_degree
-        * parallelism.context_parallel_degree
-    )
-
-
-def _check_parallelism(config: RLTrainer.Config, world_size: int) -> None:
-    parallelism = config.parallelism
-    for axis in ("tensor", "pipeline", "context", "expert"):
-        degree = getattr(parallelism, f"{axis}_parallel_degree")
-        if degree != 1:
-            raise ConfigError(
-                f"parallelism.{axis}_parallel_degree",
-                "be 1 in RL: this release shards the policy over data-parallel ranks (FSDP, HSDP) only",
-                degree,
-                "Remove it; the generator has its own generator.tensor_parallel_degree.",
-            )
-    degree = getattr(config.generator, "tensor_parallel_degree", 1)
-    if world_size % degree:
-        raise ConfigError(
-            "generator.tensor_parallel_degree",
-            f"divide the number of ranks ({world_size})",
-            degree,
-            "Start another number of ranks or change it.",
-        )
+    return Degrees.of(parallelism, world_size).data_parallel
 
 
 def _check_steps(config: RLTrainer.Config) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from titan_rl.errors import ConfigError
-from titan_rl.trainers.checks import check_ranks
+from titan_rl.trainers.checks import check_layout
 
 if TYPE_CHECKING:
     from titan_rl.trainers.pair_trainer import PairTrainer
@@ -22,16 +22,7 @@ def check_pair_config(config: PairTrainer.Config, *, world_size: int, device_typ
     Raises:
         ConfigError: the first contradiction found.
     """
-    for axis in ("tensor", "pipeline", "context", "expert"):
-        degree = getattr(config.parallelism, f"{axis}_parallel_degree")
-        if degree != 1:
-            raise ConfigError(
-                f"parallelism.{axis}_parallel_degree",
-                "be 1 here: this release shards the model over data-parallel ranks (FSDP, HSDP) only",
-                degree,
-                "Remove it.",
-            )
-    check_ranks(config.parallelism, world_size)
+    check_layout(config, world_size=world_size)
     if config.training.global_batch_size != -1:
         raise ConfigError(
             "training.global_batch_size",

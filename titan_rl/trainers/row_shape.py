@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from titan_rl.trainers.layout import row_multiple
+
 _EMPTY_TOKENS = 8
-_BLOCK = 128
-"""Tokens of a block of TorchTitan's block masks; context parallelism cuts rows between blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,13 @@ class RowShape:
 def row_shape(config: Any) -> RowShape:
     """The shape that ``[parallelism]`` asks for.
 
-    Context parallelism cuts a row into two slices a rank, between blocks of the mask; sequence parallelism
-    cuts a rank's tokens over the tensor-parallel ranks. A pipeline takes micro-batches of
-    ``pipeline_parallel_microbatch_size`` whole rows, all of one shape.
+    A pipeline takes micro-batches of ``pipeline_parallel_microbatch_size`` whole rows, all of one shape.
 
     Args:
         config: With TorchTitan's ``[training]`` and ``[parallelism]``.
     """
     parallelism, training = config.parallelism, config.training
-    context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    multiple = tensor if parallelism.enable_sequence_parallel else 1
-    if context > 1:
-        multiple = math.lcm(2 * context * multiple, context * _BLOCK)
+    multiple = row_multiple(parallelism, is_flex=True)
     is_fixed = parallelism.pipeline_parallel_degree > 1
     rows = parallelism.pipeline_parallel_microbatch_size if is_fixed else training.local_batch_size
     empty = (rows, training.seq_len) if is_fixed else (1, math.lcm(_EMPTY_TOKENS, multiple))
