@@ -1,7 +1,7 @@
 """Rollouts between the ranks that train on the same rows.
 
-Each rank generates and scores a share of its own. Ranks of one tensor-, context- or pipeline-parallel group then
-give one another theirs, because they work on the same samples; no other rank sees them.
+Each rank generates and scores a share of its own. The ranks of one tensor-, context- or pipeline-parallel
+group then give one another theirs, because they work on the same samples; no other rank sees them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """The few collectives that titan_rl needs besides TorchTitan's own: of scalars, flags, a text, barriers.
 
-Rollouts go to the ranks that train on the same rows and to no others. Layers above receive a :class:`Collectives` and know no process group.
+Rollouts go to the ranks that train on the same rows and to no others. Layers above receive a
+:class:`Collectives` and know no process group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,9 @@ class Collectives:
         if self.data_size == self.world_size:
             return None
         ranks = torch.arange(self.world_size).view(dims.pp, self.data_size, dims.cp * dims.tp)
-        groups = [dist.new_group(ranks[:, index].flatten().tolist()) for index in range(self.data_size)]
+        groups: list[Any] = [
+            dist.new_group(ranks[:, index].flatten().tolist()) for index in range(self.data_size)
+        ]
         return groups[self.data_rank]
 
     @property
