@@ -72,7 +72,7 @@ def build(directory: Path, *, rows: int = 8, seq_len: int = 2048, **parallel: An
     """
     parallel = parallel or FSDP
     parallelism = ParallelismConfig(**parallel)
-    dims = parallel_dims(*sorted(parallel.items()))
+    dims = parallel_dims(*sorted(item for item in parallel.items() if item[0].endswith("_degree")))
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
     spec = spec_from_hf(directory)
     use_cpu_attention(spec.model, per_document=parallelism.context_parallel_degree == 1)
