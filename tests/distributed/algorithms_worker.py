@@ -71,7 +71,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 ENTROPY = {"grpo": 0.05, "ppo": 0.02}
 
 
-def write_model(directory: Path) -> None:
+def write_model(directory: Path, *, initializer_range: float = 0.3) -> None:
     """A random model, its norms not all one."""
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -82,7 +82,7 @@ def write_model(directory: Path) -> None:
         num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=256,
-        initializer_range=0.3,
+        initializer_range=initializer_range,
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)

@@ -72,7 +72,7 @@ def without_models(spec: Any, *, rows: int = 8, seq_len: int = 2048, **parallel:
         parallel: ``[parallelism]``.
     """
     parallelism = ParallelismConfig(**parallel)
-    dims = parallel_dims(*sorted(parallel.items()))
+    dims = parallel_dims(*sorted(item for item in parallel.items() if item[0].endswith("_degree")))
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
     use_cpu_attention(spec.model, per_document=parallelism.context_parallel_degree == 1)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
