@@ -9,7 +9,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -362,7 +362,8 @@ class Setup:
 
     def leaking(self, name: str, batch: StepBatch) -> Step:
         """Attention sees one document a row, in the policy and in the critic."""
-        with leaking(self.rank.policy), leaking(self.critic.model):
+        critic = leaking(self.critic.model) if batch.returns else nullcontext()
+        with leaking(self.rank.policy), critic:
             return self.step(name, batch)
 
 
