@@ -68,7 +68,7 @@ _name_of_ranks = cpu_communicator._CPUSHMDistributed.make_group_name
 
 def _shared_memory_name(communicator: Any) -> str:
     """vLLM's name says which ranks share the memory, not of which job: two jobs on a host would collide."""
-    return f"{os.environ.get('MASTER_PORT', '')}-{_name_of_ranks(communicator)}"
+    return f"{_name_of_ranks(communicator)}-{os.environ.get('MASTER_PORT', '')}"
 
 
 def _destroy_own_groups(shutdown_ray: bool = False) -> None:

@@ -105,7 +105,7 @@ def exists(module_name: str, name: str) -> bool:
         if isinstance(target, type) and not hasattr(target, part):
             return any(
                 part in inspect.get_annotations(cls)
-                or re.search(rf"self\.{part}\b[^=\n(]*=", inspect.getsource(cls))
+                or re.search(rf"self\.{part}\b[^=(]*=", inspect.getsource(cls))
                 for cls in target.__mro__
                 if cls.__module__.startswith(("torchtitan", "torch.distributed.pipelining", "vllm"))
             )
