@@ -116,12 +116,17 @@ def _traffic(plan: Plan) -> Iterator[str]:
         yield f"  per step, {axis:<14} {gib(size):>9}"
     yield f"  per weight sync          {gib(traffic.per_sync):>9}"
     yield ""
-    yield "floating-point operations of all ranks, 10^12"
-    per_step = {"training": work.training, "recomputation": work.recomputation, "scoring": work.scoring}
-    for name, number in per_step.items():
+    yield f"floating-point operations, 10^12{'all ranks':>22}{'each rank':>12}"
+    rows = {
+        "per step, training": work.training,
+        "per step, recomputation": work.recomputation,
+        "per step, scoring": work.scoring,
+        "per iteration, generation": work.generation,
+    }
+    for name, number in rows.items():
         if number:
-            yield f"  per step, {name:<14} {number / 1e12:>12,.1f}"
-    yield f"  per iteration, generation {work.generation / 1e12:>11,.1f}"
+            each = number / plan.facts.world_size
+            yield f"  {name:<32} {number / 1e12:>18,.1f} {each / 1e12:>11,.1f}"
 
 
 def _contradictions(plan: Plan, located: Callable[[ConfigError], ConfigError]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from titan_rl.tools.plan.run_facts import GIB, read_run
 from titan_rl.trainers.configuration import configure
 
 ROOT = Path(__file__).parents[4]
-CONFIG = ROOT / "tests" / "integration" / "configs" / "scale.toml"
+CONFIG = ROOT / "docs" / "examples" / "scaling.toml"
 MODELS = {
     "0.6B": ("qwen3", "0.6B"),
     "8B": ("llama3", "8B"),
