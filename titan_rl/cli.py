@@ -1,9 +1,10 @@
-"""The console script ``titan-rl``: look at an installation, check a file, prepare a model, compare."""
+"""The console script ``titan-rl``: look at an installation, check a file, plan a run, prepare, compare."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = _parser()
     parsed, overrides = parser.parse_known_args(arguments)
-    if overrides and parsed.command != "validate":
+    if overrides and parsed.command not in ("validate", "plan"):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
         return parsed.run(parsed, overrides)
@@ -68,6 +69,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     validate.add_argument("--data", action="store_true", help="also open the prompts and encode each once")
     validate.set_defaults(run=_validate)
+
+    plan = commands.add_parser(
+        "plan",
+        help="say what a run would need: mesh, batch, memory, traffic, without a GPU",
+        usage="titan-rl plan CONFIG.toml --world-size N [--device-memory-gib X] [--device cuda|cpu] [--json] "
+        "[--section.key value ...]",
+        epilog="docs/planning.md says how each number is computed. Exits with 2 if there are contradictions.",
+        allow_abbrev=False,
+    )
+    plan.add_argument("config", metavar="CONFIG.toml")
+    plan.add_argument(
+        "--world-size", type=_positive, required=True, metavar="N", help="ranks that torchrun will start"
+    )
+    plan.add_argument(
+        "--device-memory-gib", type=float, metavar="X", help="memory of one device (80 on cuda, none on cpu)"
+    )
+    plan.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="what the run will have (cuda)"
+    )
+    plan.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
+    plan.set_defaults(run=_plan)
 
     prepare = commands.add_parser("prepare", help="make a model directory", allow_abbrev=False)
     prepare.add_argument("model", choices=["smollm2"])
@@ -119,6 +141,23 @@ def _validate(parsed: argparse.Namespace, overrides: list[str]) -> int:
         raise document.located(error) from error
     print("\n".join(["ok", *validation.describe(config, trainer, world_size=parsed.world_size)]))
     return 0
+
+
+def _plan(parsed: argparse.Namespace, overrides: list[str]) -> int:
+    document, trainer = read_checked(parsed.config, overrides)
+    os.environ["TITAN_RL_DEVICE"] = "cpu"  # a plan is made on a CPU, whatever the machine has
+    command = importlib.import_module("titan_rl.tools.plan.command")
+    try:
+        return command.run(
+            document,
+            trainer,
+            world_size=parsed.world_size,
+            device_type=parsed.device,
+            device_gib=parsed.device_memory_gib,
+            prints_json=parsed.json,
+        )
+    except ConfigError as error:
+        raise document.located(error) from error
 
 
 def _prepare(parsed: argparse.Namespace, _: list[str]) -> int:

@@ -47,10 +47,13 @@ TORCHTITAN_IMPORTS = {
     "torchtitan.distributed.utils": {
         "clip_grad_norm_": "Clips and returns the global gradient norm.",
         "dist_sum": "Sums of the validation over ranks.",
+        "get_spmd_backend": "Restored after a plan, which sets another.",
+        "init_fake_mode": "The process group of a plan: ranks that do not exist.",
         "set_pg_timeouts": "Lets a rank wait for the slowest one's rollouts.",
+        "set_spmd_backend": "How a plan's model is sharded.",
     },
     "torchtitan.distributed": {
-        "ParallelDims": "Finds the data-parallel ranks (for its type only).",
+        "ParallelDims": "Finds the data-parallel ranks; the mesh of a plan.",
         "fsdp": "Module in which the gradient division is replaced on a CPU.",
     },
     "torchtitan.models.common.attention": {

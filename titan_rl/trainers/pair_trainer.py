@@ -349,14 +349,21 @@ class PairTrainer(Trainer):
         return torch.tensor(mean, dtype=torch.float32, device=self.device)
 
     def reduce(self, parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
-        """Add up means and take maxima over micro-batches and ranks. Collective."""
+        """Add up means and take maxima over micro-batches and ranks. Collective.
+
+        Of pairs, ``margin_square`` becomes ``margin_std``, the deviation of the margin over all of them.
+        """
         columns: dict[str, list[float]] = {}
         for part in parts:
             for name, value in part.items():
                 columns.setdefault(name, []).append(float(value))
         sums = {n.removesuffix("/mean"): math.fsum(v) for n, v in columns.items() if n.endswith("/mean")}
         maxima = {n.removesuffix("/max"): max(v) for n, v in columns.items() if n.endswith("/max")}
-        return self.collectives.reduce(sums, "sum") | self.collectives.reduce(maxima, "max")
+        reduced = self.collectives.reduce(sums, "sum") | self.collectives.reduce(maxima, "max")
+        square = reduced.pop("margin_square", None)
+        if square is not None:
+            reduced["margin_std"] = math.sqrt(max(square - reduced["margin"] ** 2, 0.0))
+        return reduced
 
     def _inputs(
         self,

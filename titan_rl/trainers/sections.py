@@ -34,8 +34,9 @@ class AlgorithmSection:
     it they are recomputed and a warning says so."""
 
     permute_rewards: bool = False
-    """Control experiment: hand each group's rewards to its rollouts in a random order, before they are
-    recorded. The held-out score must then not rise; if it does, something other than the reward teaches."""
+    """Control experiment: hand the rewards of each rank's rollouts to one another in a random order, before
+    they are recorded. The held-out score must then not rise; if it does, something other than the reward
+    teaches."""
 
 
 @dataclass(kw_only=True, slots=True)
