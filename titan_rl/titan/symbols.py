@@ -233,6 +233,9 @@ TORCHTITAN_REACHED = {
 """What is reached through the imports: attributes, methods, and globals of modules."""
 
 VLLM_IMPORTS = {
+    "vllm.distributed.device_communicators": {
+        "cpu_communicator": "Module whose shared memory is named by the job too.",
+    },
     "vllm.distributed.parallel_state": {
         "destroy_model_parallel": "Ends vLLM's process groups and leaves the trainer's.",
     },
@@ -268,6 +271,9 @@ VLLM_IMPORTS = {
 """What is imported, in ``titan_rl/generation/`` alone."""
 
 VLLM_REACHED = {
+    "vllm.distributed.device_communicators.cpu_communicator": {
+        "_CPUSHMDistributed.make_group_name": "REPLACED: two jobs on a host would share one name.",
+    },
     "vllm.platforms.interface": {
         "Platform.is_cpu": "Whether the engine runs on a CPU.",
         "Platform.simple_compile_backend": "SET to eager on a CPU: no C++ compiler is needed.",
