@@ -22,7 +22,7 @@ from torch.distributed.pipelining import schedules
 from torchtitan import trainer as titan_trainer
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims, fsdp
+from torchtitan.distributed import ParallelDims, fsdp, pipeline_parallel
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 from torchtitan.distributed.parallel_dims import MeshAxisName
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
@@ -105,7 +105,7 @@ def exists(module_name: str, name: str) -> bool:
         if isinstance(target, type) and not hasattr(target, part):
             return any(
                 part in inspect.get_annotations(cls)
-                or re.search(rf"self\.{part}\b[^=(]*=", inspect.getsource(cls))
+                or re.search(rf"self\.{part}\b([^=\n(]*=|,\n)", inspect.getsource(cls))
                 for cls in target.__mro__
                 if cls.__module__.startswith(("torchtitan", "torch.distributed.pipelining", "vllm"))
             )
@@ -488,10 +488,14 @@ def test_a_schedule_reads_its_loss_at_each_step_and_has_a_fixed_number_of_micro_
     assert schedule._internal_losses == [("states", "number 1")]
 
 
+def test_torchtitan_builds_schedules_that_add_gradients_up():
+    source = inspect.getsource(pipeline_parallel._build_pipeline_schedule)
+    assert source.count("loss_fn=") == source.count("scale_grads=False") == 2
+
+
 def test_the_trainer_has_a_schedule_only_with_a_pipeline():
-    source = inspect.getsource(Trainer.__init__)
-    assert source.count("self.pp_schedule,") == 2  # from pipelining_fn, and to the validator with a pipeline
-    assert "pp_schedule" in inspect.get_annotations(Trainer) or not hasattr(Trainer, "pp_schedule")
+    assert inspect.getsource(Trainer.__init__).count("self.pp_schedule,") == 2  # set, and passed on
+    assert not hasattr(Trainer, "pp_schedule")
 
 
 # ------------------------------------------------------------------------------------- layouts of a head
