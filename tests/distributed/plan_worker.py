@@ -27,8 +27,11 @@ class Saved:
         self._model = model
         self._tensors: dict[int, torch.Tensor] = {}
         self._selected: list[Any] = []
+        self.is_closed = False
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.is_closed:
+            return tensor
         weights = {local(p).untyped_storage().data_ptr() for p in self._model.parameters()}
         weights |= {buffer.untyped_storage().data_ptr() for buffer in self._model.buffers()}
         key = local(tensor).untyped_storage().data_ptr()
@@ -74,20 +77,30 @@ def optimizer_bytes(optimizers: Any) -> int:
 
 
 def measure_activations(trainer: Any) -> list[int]:
-    """Have every training forward pass measured; returns the list that fills."""
+    """Have every training forward pass measured, up to the log-probabilities; returns the list that fills."""
     measured: list[int] = []
-    original = optimization.token_scores
+    policy, original = trainer.policy, optimization.token_scores
+    forward_backward = policy.forward_backward
 
-    def token_scores(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        saved = Saved(model)
-        activation_checkpoint.create_selective_checkpoint_contexts = saved.contexts
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
-            scores = original(model, *args, **kwargs)
-        activation_checkpoint.create_selective_checkpoint_contexts = _CREATE
-        measured.append(saved.num_bytes())
-        return scores
+    def one_by_one(batches: Any, loss: Any) -> list[Any]:
+        metrics = []
+        for number, rows in enumerate(batches):
+            saved = Saved(policy.parts[0])
 
-    optimization.token_scores = token_scores
+            def token_scores(*args: Any, saved: Saved = saved, **kwargs: Any) -> Any:
+                scores = original(*args, **kwargs)
+                measured.append(saved.num_bytes())
+                saved.is_closed = True
+                return scores
+
+            optimization.token_scores = token_scores
+            activation_checkpoint.create_selective_checkpoint_contexts = saved.contexts
+            with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+                metrics += forward_backward([rows], lambda _, hidden, n=number: loss(n, hidden))
+            activation_checkpoint.create_selective_checkpoint_contexts = _CREATE
+        return metrics
+
+    policy.forward_backward = one_by_one
     return measured
 
 
@@ -105,7 +118,11 @@ def main(config: str, directory: Path, overrides: list[str]) -> None:
         "reference": num_bytes(reference._model.parameters()),
         "critic": num_bytes(critic.model.parameters()),
         "critic optimiser state": optimizer_bytes(critic.optimizers),
-        "buffers": sum(num_bytes(m.buffers()) for m in (policy, critic.model, reference._model)),
+        "buffers": sum(
+            num_bytes(part.buffers())
+            for model in (policy, critic.model, reference._model)
+            for part in model.parts
+        ),
         "activations": max(activations),
     }
     (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
