@@ -171,6 +171,7 @@ def build_generator(trainer: RLTrainer, data: RunData) -> Generator:
         device_type=trainer.device.type,
         run_threads=torch.get_num_threads(),
         agree=_group_agreement(getattr(config.generator, "tensor_parallel_degree", 1)),
+        is_stopping=trainer.control.should_interrupt,
     )
     return build(config.generator, context=context)
 
@@ -214,6 +215,7 @@ def build_runner(trainer: RLTrainer, data: RunData) -> RolloutRunner:
         share=Share.of_rank(dist.get_rank(), dist.get_world_size(), degree),
         run_seed=trainer.run_seed,
         timeout_seconds=config.sampling.timeout_seconds,
+        control=trainer.control,
     )
 
 

@@ -164,6 +164,7 @@ def _checked(config: Any, trainer: str) -> str:
     check_values(config, trainer)
     text = to_toml(config, RULES)
     earlier_start.refuse_overwriting(config, text)
+    earlier_start.check_changes(config, text)
     return text
 
 
