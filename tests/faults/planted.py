@@ -148,6 +148,15 @@ def _hang_in_training(step: int) -> None:
     _before(RLTrainer, "optimizer_step", act)
 
 
+def _sigterm_in_evaluation(step: int) -> None:
+    def act(trainer: Any) -> None:
+        if trainer.step == step:
+            (Path(trainer.config.dump_folder) / "planted").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    _before(RLTrainer, "evaluate", act)
+
+
 def _slow_save(step: int) -> None:
     """A checkpoint that takes some seconds to write."""
 
@@ -178,5 +187,6 @@ _POINTS: dict[str, Callable[[int], None]] = {
     "read_only": _fail(errno.EROFS),
     "hang_in_training": _hang_in_training,
     "raise_in_training": _raise_in_training,
+    "sigterm_in_evaluation": _sigterm_in_evaluation,
     "slow_save": _slow_save,
 }

@@ -26,19 +26,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, runs.Run]:
     starts = {
         "rl": lambda: jobs.start(folder / "rl", "evaluation.interval_steps", 2, ranks=2),
         "supervised": lambda: jobs.start(folder / "sft", *export, config="sft", ranks=2),
-        "preference": lambda: jobs.start(
-            folder / "dpo",
-            *export,
-            "training.steps",
-            4,
-            "evaluation.interval_steps",
-            2,
-            config="dpo",
-            ranks=2,
-        ),
-        "reward_model": lambda: jobs.start(
-            folder / "rm", *export, "training.steps", 4, config="reward_model", ranks=2
-        ),
+        "preference": lambda: jobs.start(folder / "dpo", *pairs, config="dpo", ranks=2),
+        "reward_model": lambda: jobs.start(folder / "rm", *pairs, config="reward_model", ranks=2),
     }
     return {name: run.succeed() for name, run in runs.two_at_a_time(starts).items()}
 

@@ -90,10 +90,23 @@ class StopControl:
         """Whether any rank has given up its work. Collective."""
         return bool(self._group.maximum(int(is_interrupted)))
 
-    def note_failure(self, cause: str) -> None:
-        """Tell the other ranks why this one ends, in case they wait for it."""
-        if self._store is not None:
-            self._store.set(f"{_KEY}/failed", f"[rank {self._group.rank}] {cause}")
+    def note_failure(self, cause: str) -> str:
+        """Tell the other ranks why this one ends, in case they wait for it.
+
+        Args:
+            cause: One line.
+
+        Returns:
+            What failed first, on whichever rank: when one ends, the others fail in a collective soon.
+        """
+        if self._store is None:
+            return cause
+        mine = f"[rank {self._group.rank}] {cause}"
+        try:
+            first = self._store.compare_set(f"{_KEY}/failed", "", mine).decode()
+        except RuntimeError:  # the store went with the rank or the launcher that held it
+            return cause
+        return cause if first == mine else first
 
     def close(self) -> None:
         """Stop listening."""

@@ -54,20 +54,23 @@ class ResilientTrainer(Trainer):
         """What the manifest of a checkpoint says about this run."""
         return Facts(trainer=self.kind)
 
+    def has_work_left(self) -> bool:
+        """Whether something of the steps that are done is still to be done."""
+        return False
+
     def should_continue_training(self) -> bool:
         """The safe point: do what was asked for, then say whether there is another step. Collective.
 
         Raises:
             SaveError: too many checkpoints in a row could not be written.
         """
-        if not super().should_continue_training():
-            return False
+        has_steps = super().should_continue_training()
         wish = self.control.decide()
-        if wish == Wish.NOTHING:
-            return True
+        if wish == Wish.NOTHING or not (has_steps or self.has_work_left()):
+            return has_steps
         is_saved = self.checkpointer.save_now(self.step)
         if wish == Wish.SAVE:
-            return True
+            return has_steps
         self.outcome = "preempted" if wish == Wish.PREEMPT else "time_limit"
         reason = "it was asked to" if wish == Wish.PREEMPT else "resilience.stop_after_minutes is over"
         state = "saved" if is_saved else "nothing of it is saved"

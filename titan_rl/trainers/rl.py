@@ -270,6 +270,10 @@ class RLTrainer(ResilientTrainer):
     timer: StageTimer
     _skipped_in_a_row: int
 
+    def has_work_left(self) -> bool:
+        """Whether an evaluation was given up."""
+        return bool(self.state.is_evaluation_left)
+
     def facts(self) -> Facts:
         """Reward of the last iteration, held-out score of this step, and the counters."""
         return Facts(

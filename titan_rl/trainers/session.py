@@ -114,6 +114,8 @@ class _Session:
         if self._writes:
             write_status(self._folder, outcome, step=self.trainer.step, requeue=outcome != "done")
         self.trainer.close()
+        # The launcher's copy of a SIGTERM that was obeyed must not turn the exit code into another one.
+        signals.listen(lambda _: None)
         if dist.is_initialized():
             dist.destroy_process_group()
         self._unlock()
@@ -126,12 +128,13 @@ class _Session:
         name = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
         cause = f"{name}: {error}"
         print(f"[rank {os.environ['RANK']}] {cause}", file=sys.stderr, flush=True)
+        if self.trainer is not None:
+            cause = self.trainer.control.note_failure(cause)
         is_refusal = isinstance(error, ConfigError) and not self._has_begun
         if self._writes and not is_refusal and self._folder.is_dir():
             write_status(self._folder, "failed", step=getattr(self.trainer, "step", 0), cause=cause)
         if self.trainer is not None:
             try:
-                self.trainer.control.note_failure(cause)
                 self.trainer.close()
             except Exception:
                 logger.exception("Closing after a failure failed too.")
