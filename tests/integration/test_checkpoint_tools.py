@@ -74,7 +74,9 @@ def export(checkpoint: str, directory: str) -> str:
 def test_a_damaged_checkpoint_is_not_exported(done: dict[str, runs.Run], tmp_path: Path) -> None:
     checkpoint = shutil.copytree(done["rl"].folder / "checkpoint" / "step-2", tmp_path / "step-2")
     shard = checkpoint / "__0_0.distcp"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
     assert shelf.entry(checkpoint).fault is None
     with pytest.raises(ConfigError, match=r"CHECKPOINT must be a complete checkpoint .* expected SHA-256"):
         runs.forked(export, str(checkpoint), str(tmp_path / "out"))

@@ -26,7 +26,8 @@ def report(directory: Path, *, verify: bool = False) -> tuple[str, bool]:
     """
     folder, found = _find(directory)
     newest, best = shelf.newest_first(found), shelf.best(found)
-    rows, is_sound = [_COLUMNS], True
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    is_sound = True
     for entry in found:
         fault = entry.fault
         if fault is None and verify and entry.manifest is not None:
