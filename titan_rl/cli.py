@@ -108,6 +108,23 @@ def _parser() -> argparse.ArgumentParser:
     conformance.add_argument("--float64", action="store_true", help="compute in float64 instead of fp32")
     conformance.set_defaults(run=_conformance)
 
+    checkpoints = commands.add_parser(
+        "checkpoints",
+        help="list what a run has saved, and what of it can be used",
+        description="Step, reward, held-out score, size and validity; exit code 1 if one is not complete.",
+        allow_abbrev=False,
+    )
+    checkpoints.add_argument("directory", type=Path, metavar="DIR", help="a run's dump_folder or a step-N")
+    checkpoints.add_argument("--verify", action="store_true", help="also read and hash every file")
+    checkpoints.set_defaults(run=_checkpoints)
+
+    export = commands.add_parser(
+        "export", help="convert a checkpoint to a Hugging Face model directory", allow_abbrev=False
+    )
+    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N directory")
+    export.add_argument("output", type=Path, metavar="OUT", help="must not exist")
+    export.set_defaults(run=_export)
+
     version = commands.add_parser("version", help="print the version", allow_abbrev=False)
     version.set_defaults(run=_version)
     return parser
@@ -168,6 +185,20 @@ def _prepare(parsed: argparse.Namespace, _: list[str]) -> int:
 def _conformance(parsed: argparse.Namespace, _: list[str]) -> int:
     command = importlib.import_module("titan_rl.tools.conformance.command")
     return command.run(parsed.fixture, output=parsed.output, is_float64=parsed.float64)
+
+
+def _checkpoints(parsed: argparse.Namespace, _: list[str]) -> int:
+    text, is_sound = importlib.import_module("titan_rl.tools.checkpoints").report(
+        parsed.directory, verify=parsed.verify
+    )
+    print(text)
+    return 0 if is_sound else 1
+
+
+def _export(parsed: argparse.Namespace, _: list[str]) -> int:
+    directory = importlib.import_module("titan_rl.tools.export").export(parsed.checkpoint, parsed.output)
+    print(f"Written: {directory}")
+    return 0
 
 
 def _version(_parsed: argparse.Namespace, _: list[str]) -> int:

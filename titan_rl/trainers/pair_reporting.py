@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from titan_rl.errors import TitanRLError
 from titan_rl.observability.progress import duration, progress_line
 from titan_rl.observability.summary import write_json
+from titan_rl.resilience.manifest import HeldOut
 from titan_rl.titan.api import logger
 from titan_rl.titan.device import peak_memory_bytes
 
@@ -125,6 +126,11 @@ class PairReporter:
             metrics["loss"],
             num_preferences,
         )
+
+    def held_out(self, step: int) -> HeldOut | None:
+        """The accuracy measured at a step, if any was."""
+        metrics = self._summary.evaluations.get(step, {})
+        return HeldOut("evaluation/accuracy", metrics["accuracy"]) if "accuracy" in metrics else None
 
     def step(self, outcome: StepOutcome) -> None:
         """Report one optimiser step. Collective."""

@@ -23,8 +23,10 @@ from titan_rl.data.preferences import Preference
 from titan_rl.errors import NonFiniteError
 from titan_rl.observability.stages import StageTimer
 from titan_rl.policy.reference_cache import ReferenceCache
+from titan_rl.resilience.manifest import Facts
+from titan_rl.resilience.saving import CheckpointManager
 from titan_rl.resilience.state import RunState, seed_process
-from titan_rl.titan.api import CheckpointManager, Profiler, Trainer, logger, set_pg_timeouts
+from titan_rl.titan.api import Profiler, Trainer, logger, set_pg_timeouts
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.models import ModelSection
 from titan_rl.titan.sharded_model import Hidden, ShardedModel
@@ -39,6 +41,7 @@ from titan_rl.trainers.pair_sections import (
     PairEvaluationSection,
     PairResilienceSection,
 )
+from titan_rl.trainers.resilient import ResilientTrainer
 from titan_rl.trainers.row_shape import row_shape
 
 
@@ -71,7 +74,7 @@ class _Built:
         return self._loss
 
 
-class PairTrainer(Trainer):
+class PairTrainer(ResilientTrainer):
     """Training on preferences. TorchTitan builds model, optimiser, schedule, checkpointer and metrics."""
 
     @dataclass(kw_only=True, slots=True)
@@ -89,7 +92,7 @@ class PairTrainer(Trainer):
         evaluation: PairEvaluationSection = field(default_factory=PairEvaluationSection)
         """Held-out preferences."""
         resilience: PairResilienceSection = field(default_factory=PairResilienceSection)
-        """When to give up."""
+        """When to save, to stop and to give up."""
         # TorchTitan types these fields by their base classes; each is built by its own class alone.
         dataloader: NoDataLoader.Config = field(  # pyrefly: ignore[bad-override-mutable-attribute]
             default_factory=NoDataLoader.Config
@@ -104,7 +107,6 @@ class PairTrainer(Trainer):
     # Narrower than TorchTitan declares them, because the configuration above is.
     config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
     loss_fn: PreferenceLoss  # pyrefly: ignore[bad-override]
-    checkpointer: CheckpointManager  # pyrefly: ignore[bad-override-mutable-attribute]
     reference: ReferenceCache | None = None
 
     def __init__(self, config: Config) -> None:
@@ -205,7 +207,8 @@ class PairTrainer(Trainer):
             global_step=self.step, base_folder=self.config.dump_folder
         ) as profiler:
             self._iterate(profiler)
-        self.report.finish()
+        if self.outcome == "done":
+            self.report.finish()
 
     def _iterate(self, profiler: Profiler) -> None:
         """One optimiser step from top to bottom."""
@@ -394,6 +397,14 @@ class PairTrainer(Trainer):
         if self.reference is None:
             raise ValueError("A loss that needs a reference needs a trainer that has one.")
         return torch.tensor(self.reference.lookup(batch.keys), dtype=torch.float32, device=self.device)
+
+    def facts(self) -> Facts:
+        """The accuracy on held-out preferences, and the counters."""
+        return Facts(
+            trainer=self.kind,
+            held_out=self.report.held_out(self.step),
+            state={"pair_state": self.state.numbers()},
+        )
 
     def _resume(self) -> None:
         """Restore the newest checkpoint of this run, if there is one."""

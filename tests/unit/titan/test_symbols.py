@@ -454,6 +454,34 @@ def test_the_checkpointer_reads_its_states_when_it_saves_and_loads():
     assert parameters(CheckpointManager.load) == ["self", "step"]
 
 
+def test_the_checkpointer_asks_the_methods_that_are_overridden():
+    save, load = (inspect.getsource(getattr(CheckpointManager, name)) for name in ("_save", "_load"))
+    for call in (
+        "self._should_save(curr_step, last_step)",
+        "self._create_checkpoint_id(curr_step)",
+        "self._save_last_step(curr_step)",
+        "self._purge_stale_checkpoints()",
+        "self.maybe_wait_for_saving()",
+        "self.save_future = result",
+    ):
+        assert call in save
+    assert "self._create_checkpoint_id(curr_step)" in inspect.getsource(CheckpointManager._save_last_step)
+    for call in ("self._find_load_step()", "self.dcp_load(", "self._create_checkpoint_id(step)"):
+        assert call in load
+    assert parameters(CheckpointManager.dcp_load)[1:] == [
+        "state_dict",
+        "checkpoint_id",
+        "from_hf",
+        "from_quantized",
+    ]
+    assert parameters(CheckpointManager._find_load_step) == ["self", "folder"]
+    assert "self._wait_for_saving()" in inspect.getsource(CheckpointManager.maybe_wait_for_saving)
+    # The loop of supervised runs comes to the safe point between two steps, after a save and a validation.
+    loop = inspect.getsource(Trainer.train)
+    order = ["self.should_continue_training()", "self.train_step(", "self.checkpointer.save(", "validate("]
+    assert [loop.index(call) for call in order] == sorted(loop.index(call) for call in order)
+
+
 def test_functions_that_are_called_take_the_arguments_that_are_given():
     assert parameters(set_pg_timeouts) == ["timeout", "parallel_dims"]
     assert parameters(clip_grad_norm_)[:2] == ["parameters", "max_norm"]
