@@ -118,14 +118,15 @@ class PairReporter:
         self._summary.num_evaluated = num_preferences
         self._summary.evaluations[trainer.step] = dict(metrics)
         trainer.metrics_processor.logger.log(named, trainer.step)
-        logger.info(
-            "step %d  held-out accuracy %s  margin %s  loss %.4f  on %d preferences",
-            trainer.step,
-            _with_error("accuracy", metrics, num_preferences),
-            _with_error("margin", metrics, num_preferences),
-            metrics["loss"],
-            num_preferences,
-        )
+        if self._collectives.rank == 0:
+            logger.info(
+                "step %d  held-out accuracy %s  margin %s  loss %.4f  on %d preferences",
+                trainer.step,
+                _with_error("accuracy", metrics, num_preferences),
+                _with_error("margin", metrics, num_preferences),
+                metrics["loss"],
+                num_preferences,
+            )
 
     def held_out(self, step: int) -> HeldOut | None:
         """The accuracy measured at a step, if any was."""
@@ -159,7 +160,9 @@ class PairReporter:
             trainer.metrics_processor.logger.log(metrics, trainer.step)
             total = trainer.config.training.steps
             shown = metrics | self._evaluation
-            logger.info(progress_line(trainer.step, total, metrics=shown, seconds_left=self._seconds_left()))
+            if self._collectives.rank == 0:
+                left = self._seconds_left()
+                logger.info(progress_line(trainer.step, total, metrics=shown, seconds_left=left))
         self._write()
 
     def finish(self) -> None:

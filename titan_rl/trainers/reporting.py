@@ -113,13 +113,14 @@ class Reporter:
         self._summary.num_evaluated = int(prompts)
         self._summary.scores[trainer.step] = self._score
         trainer.metrics_processor.logger.log(metrics, trainer.step)
-        logger.info(
-            "step %d  held-out score %.3f on %d prompts (mean reward %.3f)",
-            trainer.step,
-            self._score,
-            int(prompts),
-            metrics["evaluation/reward_mean"],
-        )
+        if self._collectives.rank == 0:
+            logger.info(
+                "step %d  held-out score %.3f on %d prompts (mean reward %.3f)",
+                trainer.step,
+                self._score,
+                int(prompts),
+                metrics["evaluation/reward_mean"],
+            )
         return metrics
 
     def write_evaluation(self, metrics: Mapping[str, float]) -> Path:
@@ -180,9 +181,9 @@ class Reporter:
         if trainer.metrics_processor.should_log(trainer.step):
             trainer.metrics_processor.logger.log(metrics, trainer.step)
         shown = metrics if self._score is None else metrics | {"evaluation/score": self._score}
-        logger.info(
-            progress_line(trainer.step, self._total, metrics=shown, seconds_left=self._seconds_left())
-        )
+        if self._collectives.rank == 0:
+            left = self._seconds_left()
+            logger.info(progress_line(trainer.step, self._total, metrics=shown, seconds_left=left))
         self._write_summary()
 
     def finish(self) -> None:
