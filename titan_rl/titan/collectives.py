@@ -22,7 +22,7 @@ _TEXT_BYTES = 2000
 
 
 class Collectives:
-    """Collectives over the data-parallel ranks of a run.
+    """Collectives of a run; each method says over which ranks.
 
     Attributes:
         rank: Global rank of this process.
@@ -57,7 +57,7 @@ class Collectives:
         return groups[self.data_rank]
 
     @property
-    def has_own_rows(self) -> bool:
+    def is_first_of_its_rows(self) -> bool:
         """Whether no other rank trains on the same rows, or this is the first of those that do."""
         return self._row_group is None or dist.get_rank(self._row_group) == 0
 

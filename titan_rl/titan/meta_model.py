@@ -40,7 +40,7 @@ class ShardSize:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedModel:
+class ShardSizes:
     """Sizes of one model under a layout without pipeline parallelism.
 
     Attributes:
@@ -59,7 +59,7 @@ class ShardedModel:
         return sum(parameter.numel for parameter in self.parameters)
 
 
-def shard_on_meta(config: Any, spec: ModelSpec, *, world_size: int) -> ShardedModel:
+def shard_on_meta(config: Any, spec: ModelSpec, *, world_size: int) -> ShardSizes:
     """Build a model as a run of ``world_size`` ranks would shard it, and measure rank 0's part.
 
     Pipeline parallelism is left out: stages are whole layers, which the caller counts, and each layer is
@@ -102,7 +102,7 @@ def shard_on_meta(config: Any, spec: ModelSpec, *, world_size: int) -> ShardedMo
         dist.destroy_process_group()
 
 
-def _measure(config: Any, world_size: int) -> ShardedModel:
+def _measure(config: Any, world_size: int) -> ShardSizes:
     dims = ParallelDims.from_config(config.parallelism, world_size)
     dims.build_mesh()
     set_spmd_backend(config.parallelism.spmd_backend)
@@ -131,7 +131,7 @@ def _measure(config: Any, world_size: int) -> ShardedModel:
     for name, buffer in model.named_buffers():
         unit = unit_of(name)
         buffers[unit] = buffers.get(unit, 0) + buffer.numel() * buffer.element_size()
-    return ShardedModel(parameters, buffers, flops)
+    return ShardSizes(parameters, buffers, flops)
 
 
 def unit_of(name: str) -> str:

@@ -113,6 +113,7 @@ class Pipeline:
 
     # -------------------------------------------------------------------------------------- scoring
 
+    @torch.no_grad()
     def forward(
         self, inputs: torch.Tensor, kwargs: dict[str, Any], *, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor | None:

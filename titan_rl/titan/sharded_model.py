@@ -49,7 +49,8 @@ class Hidden:
     """The model's last hidden states on this rank, and where in the rows their tokens stand.
 
     Attributes:
-        states: ``[B, t, D]``, after the last norm. Of all T tokens, or with context parallelism of this
+        states: ``[B, t, D]`` after the last norm, or what the head gave where it was not skipped: a value
+            model's ``[B, t, 1]``. Of all T tokens, or with context parallelism of this
             rank's t = T / cp tokens.
         index: ``[B, t]`` int64, the tokens' places in their rows, 0 to T - 1.
     """
@@ -113,7 +114,7 @@ class ShardedModel:
         """
         self.parts, self._config = list(parts), model_config
         self._dims, self._parallelism = trainer.parallel_dims, trainer.config.parallelism
-        self._device, self._context = trainer.device, trainer.train_context
+        self._device, self._train_context = trainer.device, trainer.train_context
         self._dtype = TORCH_DTYPE_MAP[trainer.config.training.mixed_precision_param]
         pipeline_mesh = self._dims.get_optional_mesh("pp")
         self._pipeline = None
@@ -211,14 +212,14 @@ class ShardedModel:
         """
         if self._pipeline is not None:
             prepared = [self.prepare(rows) for rows in self._pipeline.padded(batches)]
-            with self._context():
+            with self._train_context():
                 return self._pipeline.forward_backward(
                     prepared, len(batches), lambda number, states, index: loss(number, Hidden(states, index))
                 )
         metrics = []
         for number, rows in enumerate(batches):
             inputs, kwargs, index = self.prepare(rows)
-            with self._context():
+            with self._train_context():
                 value, measured = loss(number, Hidden(self.parts[0](inputs, **kwargs), index))
                 value.backward()
             metrics.append(measured)
@@ -239,7 +240,7 @@ class ShardedModel:
         """
         scores: dict[int, torch.Tensor] = {}
         for number, rows in enumerate(batches):
-            with self._context():
+            with self._train_context():
                 hidden = self.forward(rows)
                 if hidden is not None:
                     scores[number] = score(number, hidden)

@@ -132,22 +132,9 @@ def check_layout(config: Any, *, world_size: int, generator_degree: int = 1) -> 
         seq_len=config.training.seq_len,
         local_batch_size=config.training.local_batch_size,
         generator_degree=generator_degree,
+        has_cuda_graphs=not config.training.disable_cuda_graphs,
     ):
         raise error
-    if parallelism.spmd_backend == "full_dtensor":
-        raise ConfigError(
-            "parallelism.spmd_backend",
-            "be spmd_types or partial_dtensor: losses are computed on plain tensors",
-            parallelism.spmd_backend,
-            "Leave it out.",
-        )
-    if parallelism.pipeline_parallel_degree > 1 and not config.training.disable_cuda_graphs:
-        raise ConfigError(
-            "training.disable_cuda_graphs",
-            "be true with parallelism.pipeline_parallel_degree > 1, as TorchTitan asks",
-            False,
-            "Set training.disable_cuda_graphs = true.",
-        )
 
 
 def data_parallel_degree(parallelism: Any, world_size: int) -> int:

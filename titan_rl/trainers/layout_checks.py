@@ -32,6 +32,7 @@ def contradictions(
     seq_len: int,
     local_batch_size: int,
     generator_degree: int = 1,
+    has_cuda_graphs: bool = False,
 ) -> list[ConfigError]:
     """Everything about a layout that cannot work.
 
@@ -42,6 +43,7 @@ def contradictions(
         seq_len: ``training.seq_len``, tokens of a row.
         local_batch_size: ``training.local_batch_size``, rows of a micro-batch.
         generator_degree: ``generator.tensor_parallel_degree``; 1 for a run without a generator.
+        has_cuda_graphs: Whether ``training.disable_cuda_graphs`` is off.
 
     Returns:
         In the order in which they are best mended; empty when the layout fits.
@@ -53,7 +55,31 @@ def contradictions(
         *check_pipeline(parallelism, architecture, local_batch_size=local_batch_size),
         *check_experts(parallelism, architecture, world_size),
         *check_generator(generator_degree, architecture, world_size),
+        *check_backend(parallelism, has_cuda_graphs=has_cuda_graphs),
     ]
+
+
+def check_backend(parallelism: Any, *, has_cuda_graphs: bool) -> Iterator[ConfigError]:
+    """What TorchTitan or the losses refuse, whatever the degrees are.
+
+    Args:
+        parallelism: TorchTitan's section.
+        has_cuda_graphs: Whether ``training.disable_cuda_graphs`` is off.
+    """
+    if parallelism.spmd_backend == "full_dtensor":
+        yield ConfigError(
+            "parallelism.spmd_backend",
+            "be spmd_types or partial_dtensor: losses are computed on plain tensors",
+            parallelism.spmd_backend,
+            "Leave it out.",
+        )
+    if parallelism.pipeline_parallel_degree > 1 and has_cuda_graphs:
+        yield ConfigError(
+            "training.disable_cuda_graphs",
+            "be true with parallelism.pipeline_parallel_degree > 1, as TorchTitan asks",
+            False,
+            "Set training.disable_cuda_graphs = true.",
+        )
 
 
 def check_ranks(parallelism: Any, world_size: int) -> Iterator[ConfigError]:

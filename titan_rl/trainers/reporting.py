@@ -71,7 +71,7 @@ class Reporter:
 
     def record(self, taken: Taken, advantages: Mapping[tuple[int, int], float]) -> None:
         """Write this rank's rollouts of the iteration, with the advantages of those that are trained on."""
-        groups = [*taken.groups, *taken.dropped] if self._collectives.has_own_rows else []
+        groups = [*taken.groups, *taken.dropped] if self._collectives.is_first_of_its_rows else []
         self._recorder.record("train", self._trainer.state.iteration + 1, groups, advantages)
 
     def measured(self, metrics: Mapping[str, float]) -> None:
@@ -95,7 +95,9 @@ class Reporter:
         """
         trainer = self._trainer
         section = trainer.config.evaluation
-        self._recorder.record("evaluation", trainer.step, groups if self._collectives.has_own_rows else [])
+        self._recorder.record(
+            "evaluation", trainer.step, groups if self._collectives.is_first_of_its_rows else []
+        )
         totals = self._collectives.reduce(
             asdict(total_up(groups, pass_threshold=section.pass_threshold)), "sum"
         )

@@ -130,8 +130,8 @@ def rule_of(key: str) -> Rule:
     Raises:
         KeyError: no table of the key has one.
 
-    >>> rule_of("optimizer.lr").verdict, rule_of("optimizer.betas").verdict,
-    rule_of("reward.0.weight").verdict ('warned', 'refused', 'warned')
+    >>> [rule_of(key).verdict for key in ("optimizer.lr", "optimizer.betas", "reward.0.weight")]
+    ['warned', 'refused', 'warned']
     """
     parts = key.split(".")
     for length in range(len(parts), 0, -1):

@@ -6,9 +6,10 @@ each sends ``(n - 1) / n S`` for an all-gather or a reduce-scatter, and twice th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from titan_rl.titan.meta_model import ShardedModel
+from titan_rl.titan.meta_model import ShardSizes
 from titan_rl.tools.plan.arithmetic import BatchPlan
 from titan_rl.tools.plan.run_facts import RunFacts
 
@@ -26,7 +27,7 @@ class Traffic:
     per_sync: int
 
 
-def traffic(facts: RunFacts, policy: ShardedModel, batch: BatchPlan) -> Traffic:
+def traffic(facts: RunFacts, policy: ShardSizes, batch: BatchPlan) -> Traffic:
     """Count what crosses the links, axis by axis.
 
     Args:
@@ -36,15 +37,19 @@ def traffic(facts: RunFacts, policy: ShardedModel, batch: BatchPlan) -> Traffic:
     """
     passes = batch.micro_batches_per_rank
     scorings = facts.needs_old + facts.needs_reference + facts.needs_critic + facts.has_teacher
-    trained = 1 + facts.needs_critic
     rows = facts.rows * passes
+
+    def step(count: Callable[[int], int]) -> int:
+        """Of the policy's step with all scoring passes; the critic trains as much, and its scoring is there."""
+        return count(scorings) + facts.needs_critic * count(0)
+
     per_step = {
-        "fsdp": _fsdp(facts, policy, passes=passes, scorings=scorings) * trained,
-        "replicate": _replicate(facts, policy, passes) * trained,
-        "tensor": _tensor(facts, rows, forward_only=scorings) * trained,
-        "context": _context(facts, rows, forward_only=scorings) * trained,
-        "pipeline": _pipeline(facts, rows, forward_only=scorings) * trained,
-        "expert": _expert(facts, rows, forward_only=scorings) * trained,
+        "fsdp": step(lambda n: _fsdp(facts, policy, passes=passes, scorings=n)),
+        "replicate": step(lambda _: _replicate(facts, policy, passes)),
+        "tensor": step(lambda n: _tensor(facts, rows, forward_only=n)),
+        "context": step(lambda n: _context(facts, rows, forward_only=n)),
+        "pipeline": step(lambda n: _pipeline(facts, rows, forward_only=n)),
+        "expert": step(lambda n: _expert(facts, rows, forward_only=n)),
     }
     return Traffic({axis: size for axis, size in per_step.items() if size}, sync_bytes(facts, policy))
 
@@ -53,7 +58,7 @@ def _share(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _whole(facts: RunFacts, policy: ShardedModel) -> list[tuple[int, int]]:
+def _whole(facts: RunFacts, policy: ShardSizes) -> list[tuple[int, int]]:
     """Pairs (numbers that FSDP gathers on a rank, ranks that it gathers from): experts apart."""
     sizes: dict[int, int] = {}
     for parameter in policy.parameters:
@@ -63,7 +68,7 @@ def _whole(facts: RunFacts, policy: ShardedModel) -> list[tuple[int, int]]:
     return [(size, ways) for ways, size in sizes.items()]
 
 
-def _fsdp(facts: RunFacts, policy: ShardedModel, *, passes: int, scorings: int) -> int:
+def _fsdp(facts: RunFacts, policy: ShardSizes, *, passes: int, scorings: int) -> int:
     """Gathers in the dtype of computation, reductions in fp32.
 
     Each forward-backward gathers twice where weights are given back after the forward pass, once otherwise; a
@@ -79,7 +84,7 @@ def _fsdp(facts: RunFacts, policy: ShardedModel, *, passes: int, scorings: int) 
     return int(total)
 
 
-def _replicate(facts: RunFacts, policy: ShardedModel, passes: int) -> int:
+def _replicate(facts: RunFacts, policy: ShardSizes, passes: int) -> int:
     """An all-reduce of the shard's gradient in fp32 over the copies of the model (HSDP), per micro-batch."""
     shard = sum(parameter.local_numel for parameter in policy.parameters) // facts.degrees.pipeline
     return int(2 * _share(facts.degrees.replicate) * shard * 4 * passes)
@@ -133,12 +138,12 @@ def _expert(facts: RunFacts, rows: int, *, forward_only: int) -> int:
     return int(exchanged * (2 * (1 + forward_only) + 2))
 
 
-def sync_bytes(facts: RunFacts, policy: ShardedModel) -> int:
+def sync_bytes(facts: RunFacts, policy: ShardSizes) -> int:
     """Bytes that a rank sends so that every rank has every tensor once, whole, as the shards store it."""
     ranks = facts.degrees.shard * facts.degrees.context * facts.degrees.tensor * facts.degrees.pipeline
     return int(policy.numel * facts.storage_bytes * _share(ranks))
 
 
-def largest_tensor_bytes(facts: RunFacts, policy: ShardedModel) -> int:
+def largest_tensor_bytes(facts: RunFacts, policy: ShardSizes) -> int:
     """Most that a weight sync holds beyond the shards and the generator's copy: one tensor, whole."""
     return max(parameter.numel for parameter in policy.parameters) * facts.storage_bytes

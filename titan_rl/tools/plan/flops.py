@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_rl.titan.meta_model import ShardedModel, unit_of
+from titan_rl.titan.meta_model import ShardSizes, unit_of
 from titan_rl.tools.plan.arithmetic import BatchPlan
 from titan_rl.tools.plan.run_facts import RunFacts
 
@@ -31,7 +31,7 @@ class Work:
     generation: float
 
 
-def forward_flops_per_token(facts: RunFacts, policy: ShardedModel, *, context: float) -> float:
+def forward_flops_per_token(facts: RunFacts, policy: ShardSizes, *, context: float) -> float:
     """One token's forward pass through every weight that it meets, and its attention.
 
     ``2 x active parameters + 2 x layers x heads x (query + value width) x context``, three times of which is
@@ -52,7 +52,7 @@ def forward_flops_per_token(facts: RunFacts, policy: ShardedModel, *, context: f
     return 2 * active + 2 * a.num_layers * a.num_heads * (a.qk_head_dim + a.v_head_dim) * context
 
 
-def work(facts: RunFacts, policy: ShardedModel, batch: BatchPlan) -> Work:
+def work(facts: RunFacts, policy: ShardSizes, batch: BatchPlan) -> Work:
     """Count an optimiser step and an iteration's generation.
 
     A backward pass costs twice its forward pass (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). A

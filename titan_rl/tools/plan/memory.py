@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from titan_rl.titan.meta_model import ShardedModel, ShardSize, unit_of
+from titan_rl.titan.meta_model import ShardSize, ShardSizes, unit_of
 from titan_rl.tools.plan.activations import layer_bytes, outside_layers
 from titan_rl.tools.plan.generation import GeneratorMemory
 from titan_rl.tools.plan.pipeline import chunks_in_flight, schedule_micro_batches
@@ -46,9 +46,9 @@ class Models:
         reward_model: Or None.
     """
 
-    policy: ShardedModel
-    teacher: ShardedModel | None = None
-    reward_model: ShardedModel | None = None
+    policy: ShardSizes
+    teacher: ShardSizes | None = None
+    reward_model: ShardSizes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def _held(parameters: Iterable[ShardSize], stages: Sequence[Stage]) -> tuple[int
     return sum(held), len(held)
 
 
-def _critic_numel(facts: RunFacts, policy: ShardedModel, stages: Sequence[Stage]) -> tuple[int, int]:
+def _critic_numel(facts: RunFacts, policy: ShardSizes, stages: Sequence[Stage]) -> tuple[int, int]:
     """The policy with one row and a bias in place of its output projection; rank 0 holds both whole.
 
     A tied matrix stands under the embedding's name: the critic keeps it.
@@ -207,7 +207,7 @@ def _moments(facts: RunFacts, numel: int, count: int) -> int:
     return 2 * numel * facts.moment_bytes + 4 * count
 
 
-def _buffers(policy: ShardedModel, stages: Sequence[Stage]) -> int:
+def _buffers(policy: ShardSizes, stages: Sequence[Stage]) -> int:
     return sum(
         size
         for unit, size in policy.buffer_bytes.items()
@@ -267,7 +267,7 @@ def scoring_bytes(facts: RunFacts, stage: Stage) -> int:
     return int(tokens * (largest + 2 * p * facts.architecture.dim))
 
 
-def gathered_bytes(facts: RunFacts, policy: ShardedModel, stages: Sequence[Stage]) -> int:
+def gathered_bytes(facts: RunFacts, policy: ShardSizes, stages: Sequence[Stage]) -> int:
     """Weights and gradients that FSDP holds whole (over tensor-parallel ranks) for a moment.
 
     Two layers' weights (the one that computes and the one gathered ahead) in the dtype of computation, one

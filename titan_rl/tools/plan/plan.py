@@ -74,6 +74,7 @@ def make_plan(config: Any, *, world_size: int, device_type: str, device_bytes: i
         seq_len=facts.seq_len,
         local_batch_size=facts.rows,
         generator_degree=facts.generator.degree,
+        has_cuda_graphs=not config.training.disable_cuda_graphs,
     )
     found = [*of_layout, *find_contradictions(config, device_type=device_type)]
     if of_layout:

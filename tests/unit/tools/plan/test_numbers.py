@@ -7,7 +7,7 @@ from torch.distributed.pipelining.schedules import _get_warmup_ops
 from torchtitan.config.configs import ParallelismConfig
 
 from titan_rl.titan.architecture import Architecture, Experts
-from titan_rl.titan.meta_model import ShardedModel, ShardSize
+from titan_rl.titan.meta_model import ShardSize, ShardSizes
 from titan_rl.tools.plan.activations import layer_bytes, outside_layers
 from titan_rl.tools.plan.arithmetic import batch_plan
 from titan_rl.tools.plan.communication import largest_tensor_bytes, sync_bytes, traffic
@@ -71,7 +71,7 @@ def model(world_size=1, *, layers=2, layer=1000, embedding=80, head=80):
     sizes |= {f"layers.{index}.attention.wo.weight": layer for index in range(layers)}
     sizes |= {"norm.weight": 8, "lm_head.weight": head}
     parameters = tuple(ShardSize(name, size, -(-size // world_size)) for name, size in sizes.items())
-    return ShardedModel(parameters, {"layers.0": 16, "layers.1": 16}, 0)
+    return ShardSizes(parameters, {"layers.0": 16, "layers.1": 16}, 0)
 
 
 # ------------------------------------------------------------------------------------------------- pipeline
@@ -362,5 +362,22 @@ def test_operations_are_two_per_weight_and_token_and_attention():
 def test_a_token_meets_as_many_experts_as_it_is_sent_to():
     sparse = Experts(num_experts=4, top_k=1, hidden_dim=6)
     moe = run(dataclasses.replace(TINY, hidden_dims=(0, 0), experts=(sparse, sparse)))
-    sizes = ShardedModel((ShardSize("layers.0.moe.routed_experts.inner_experts.w1_EFD", 400, 400),), {}, 0)
+    sizes = ShardSizes((ShardSize("layers.0.moe.routed_experts.inner_experts.w1_EFD", 400, 400),), {}, 0)
     assert forward_flops_per_token(moe, sizes, context=0) == 2 * 100
+
+
+def test_a_critic_doubles_what_training_sends_and_not_what_scoring_sends():
+    facts = run(world_size=8, parallelism={"tensor_parallel_degree": 2})
+    batch, sizes = batch_plan(facts), model(2)
+
+    def sent(**changes):
+        return traffic(dataclasses.replace(facts, **changes), sizes, batch).per_step["tensor"]
+
+    scoring = sent(needs_reference=True) - sent(needs_reference=False)
+    with_critic = sent(needs_critic=True, needs_reference=True) - sent(
+        needs_critic=True, needs_reference=False
+    )
+    assert scoring > 0
+    assert with_critic == scoring
+    training = sent(needs_old=False, needs_reference=False)
+    assert sent(needs_critic=True, needs_old=False, needs_reference=False) == 2 * training + scoring
