@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 
 from titan_rl.algorithms.penalties import KLPenalty
@@ -33,8 +34,9 @@ from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.titan import device
 from titan_rl.titan.attention import use_cpu_attention
 from titan_rl.titan.collectives import Collectives
+from titan_rl.titan.experts import use_cpu_experts
 from titan_rl.titan.hf_config import spec_from_hf
-from titan_rl.titan.models import build_sharded, build_sibling, copy_shards
+from titan_rl.titan.models import build_adapter, build_sharded, build_sibling, copy_shards
 from titan_rl.titan.sharded_model import fsdp_modules
 from titan_rl.titan.weights import WeightStream, load_hf
 from titan_rl.trainers.optimization import StepBatch, align_ranks, forward_backward
@@ -61,11 +63,11 @@ def parallel_dims(*degrees: tuple[str, Any]) -> ParallelDims:
     return ParallelDims.from_config(ParallelismConfig(**dict(degrees)), dist.get_world_size())
 
 
-def build(directory: Path, *, rows: int = 8, seq_len: int = 2048, **parallel: Any) -> Rank:
+def build(model: Path | ModelSpec, *, rows: int = 8, seq_len: int = 2048, **parallel: Any) -> Rank:
     """A policy under TorchTitan's parallelism, randomly initialised after ``torch.manual_seed(5)``.
 
     Args:
-        directory: A model in Hugging Face layout.
+        model: A directory in Hugging Face layout, or a spec of its own.
         rows: ``training.local_batch_size``.
         seq_len: ``training.seq_len``.
         parallel: ``[parallelism]``; FSDP over all ranks by default.
@@ -74,8 +76,9 @@ def build(directory: Path, *, rows: int = 8, seq_len: int = 2048, **parallel: An
     parallelism = ParallelismConfig(**parallel)
     dims = parallel_dims(*sorted(parallel.items()))
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
-    spec = spec_from_hf(directory)
+    spec = spec_from_hf(model) if isinstance(model, Path) else model
     use_cpu_attention(spec.model, per_document=parallelism.context_parallel_degree == 1)
+    use_cpu_experts(spec.model)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     training = TrainingConfig(mixed_precision_param="float32", local_batch_size=rows, seq_len=seq_len)
     rank = Rank(
@@ -89,7 +92,7 @@ def build(directory: Path, *, rows: int = 8, seq_len: int = 2048, **parallel: An
         ),
         parallel_dims=dims,
         model_config=spec.model,
-        adapter=spec.state_dict_adapter(spec.model, None),
+        adapter=build_adapter(spec, spec.model),
         device=torch.device("cpu"),
         train_context=dist_utils.get_spmd_context(parallel_dims=dims),
     )

@@ -20,6 +20,7 @@ TORCHTITAN_IMPORTS = {
         "LRSchedulersContainer": "The critic's schedule, and its configuration.",
         "OptimizersContainer": "The optimiser's configuration, which `[optimizer]` becomes.",
         "ParamGroupConfig": "The one parameter group that `[optimizer]` describes.",
+        "register_moe_load_balancing_hook": "Moves the routers' biases before each optimiser step.",
     },
     "torchtitan.components.validate": {
         "Validator": "Base of the validation on held-out documents in supervised runs.",
@@ -56,12 +57,22 @@ TORCHTITAN_IMPORTS = {
         "get_attention_config": "Attention by its name in `model.attn_backend`.",
         "make_ffn_config": "Feed-forward layers of a model built from `config.json`.",
         "make_gqa_config": "Attention layers of a model built from `config.json`.",
+        "make_moe_config": "Mixtures of experts of a Qwen3-MoE directory.",
+        "make_routed_experts_config": "Their experts and how tokens get there.",
+        "make_router_config": "Their routers.",
     },
     "torchtitan.models.common.decoder": {
         "Decoder": "The models that the local generator can run.",
     },
     "torchtitan.models.common.decoder_sharding": {
         "rowwise_config": "Layout of a value head under tensor parallelism.",
+    },
+    "torchtitan.models.common.feed_forward": {
+        "FeedForward": "Type of the feed-forward layers.",
+    },
+    "torchtitan.models.common.moe": {
+        "GroupedExperts": "Base of the experts that replace it on a CPU.",
+        "MoE": "Type of the mixtures of experts.",
     },
     "torchtitan.models.common.nn_modules": {
         "RMSNorm": "Norms of a model built from `config.json`.",
@@ -159,11 +170,17 @@ TORCHTITAN_REACHED = {
         "Decoder.layers": "Walked layer by layer when weights stream.",
         "Decoder.lm_head": "Its weight is the output projection of the chunked log-probabilities.",
     },
+    "torchtitan.models.common.moe": {
+        "GroupedExperts.forward": "OVERRIDDEN on a CPU: one product per expert, in the model's precision.",
+        "MoE.load_balance_coeff": "SET by `model.load_balance_coeff`.",
+        "MoE.router": "A hook on it counts the experts that it chose.",
+        "MoE.tokens_per_expert_E": "SET before each optimiser step to the counts of real tokens.",
+    },
     "torchtitan.models.llama3.state_dict_adapter": {
         "Llama3StateDictAdapter.from_hf_map": "Which name becomes which.",
     },
     "torchtitan.models.qwen3.state_dict_adapter": {
-        "Qwen3StateDictAdapter.from_hf_map": "Which name becomes which.",
+        "Qwen3StateDictAdapter.from_hf_map": "Which name becomes which; the router's bias is added to it.",
     },
     "torchtitan.protocols.model": {
         "BaseModel.init_weights": "Initialises the reference and the local generator's model.",

@@ -240,7 +240,7 @@ class PairTrainer(Trainer):
             self.optimizers.zero_grad(set_to_none=True)
             parts = self.forward_backward(batches, counts=num_sides(drawn), baseline=baseline)
             grad_norm = self.policy.clip_grad_norm(self.config.training.max_norm)
-            metrics = self.reduce(parts)
+            metrics = self.reduce(parts) | {f"moe_{n}": v for n, v in self.policy.take_router_load().items()}
             if math.isfinite(grad_norm):
                 self.checkpointer.maybe_wait_for_staging()
                 self.optimizers.step()

@@ -211,6 +211,7 @@ class RLTrainer(Trainer):
             )
             grad_norm = self.policy.clip_grad_norm(self.config.training.max_norm)
             metrics = reduce_metrics(parts, batch, self.collectives)
+            metrics |= {f"moe/{name}": value for name, value in self.policy.take_router_load().items()}
             if not math.isfinite(grad_norm):
                 return self._skip(grad_norm, metrics, f"the gradient norm is {grad_norm}")
             self.checkpointer.maybe_wait_for_staging()
