@@ -139,6 +139,10 @@ if [[ "$gpus" -ge 2 ]]; then
   check hsdp grpo 2 hsdp "${fp32[@]}" "${short[@]}" --parallelism.data_parallel_replicate_degree 2
   check generator_tp grpo 2 generator_tp "${fp32[@]}" "${short[@]}" --generator.tensor_parallel_degree 2
   check generator_tp_bounds bounds generator_tp 5e-4 5e-4
+  for axis in tensor context; do
+    check "${axis}_parallel" grpo 2 "${axis}_parallel" "${fp32[@]}" "${short[@]}" "--parallelism.${axis}_parallel_degree" 2
+    check "${axis}_parallel_bounds" bounds "${axis}_parallel" 5e-4 5e-4
+  done
 else
   echo "skip  runs on two ranks: $gpus GPU(s)"
 fi

@@ -21,7 +21,7 @@ from torchtitan.distributed import utils as dist_utils
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.distributed import fsdp_worker
-from tests.distributed.fsdp_worker import TEMPERATURE, VOCAB, Rank, build, full
+from tests.distributed.fsdp_worker import TEMPERATURE, VOCAB, Rank, build, leaking, whole_gradients
 from titan_rl.algorithms import registries
 from titan_rl.algorithms.corrections import (
     MaskedTokens,
@@ -71,7 +71,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 ENTROPY = {"grpo": 0.05, "ppo": 0.02}
 
 
-def write_model(directory: Path) -> None:
+def write_model(directory: Path, *, initializer_range: float = 0.3) -> None:
     """A random model, its norms not all one."""
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -82,7 +82,7 @@ def write_model(directory: Path) -> None:
         num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=256,
-        initializer_range=0.3,
+        initializer_range=initializer_range,
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
@@ -169,7 +169,7 @@ class Setup:
 
         Args:
             directory: Of :func:`write_model`.
-            options: As for :func:`fsdp_worker.build`.
+            options: As for :func:`fsdp_worker.without_models`.
         """
         self.rank = self.load(directory, options)
         self.rank.policy.skip_head()
@@ -366,33 +366,9 @@ class Setup:
         return self.step(name, faulty)
 
     def leaking(self, name: str, batch: StepBatch) -> Step:
-        """Attention sees one document a row. Positions within documents stay right."""
-
-        policy = self.rank.policy
-        policy.prepare = lambda rows: leaking(policy, rows)
-        try:
+        """Attention sees one document a row, in the policy and in the critic."""
+        with leaking(self.rank.policy), leaking(self.critic.model):
             return self.step(name, batch)
-        finally:
-            del policy.prepare
-
-
-def leaking(model: ShardedModel, rows: Any) -> Any:
-    """Planted fault: attention sees one document a row. Positions within documents stay right."""
-    inputs, kwargs, index = ShardedModel.prepare(model, rows)
-    row = torch.arange(rows.positions.shape[1]).expand_as(rows.positions)
-    return inputs, kwargs | {"attention_masks": model.parts[0].get_attention_masks(row)}, index
-
-
-def whole_gradients(model: ShardedModel) -> dict[str, torch.Tensor]:
-    """Full gradients by parameter, taken from the model. Collective."""
-
-    def of_part(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in part.named_parameters():
-            yield name, full(parameter.grad)
-        part.zero_grad()
-
-    pipeline = model._pipeline
-    return dict(of_part(model.parts[0]) if pipeline is None else pipeline.shared(of_part))
 
 
 @contextmanager

@@ -5,7 +5,6 @@ Every rank writes ``world<N>.rank<R>.json``; rank 0 also writes whole tensors to
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,23 +13,30 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models import llama3
 
-from tests.distributed.fsdp_worker import FSDP, HSDP, LENGTHS, LONGEST, build, full, lay_out
-from titan_rl.batching.micro_batch import MicroBatch
+from tests.distributed.fsdp_worker import (
+    FSDP,
+    HSDP,
+    LENGTHS,
+    LONGEST,
+    build,
+    full,
+    lay_out,
+    leaking,
+    whole_gradients,
+    without_models,
+)
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.policy.critic import Critic, build_critic
-from titan_rl.policy.token_scores import fsdp_modules
+from titan_rl.policy.reward_scorer import token_values
 from titan_rl.titan import device
-from titan_rl.titan.attention import use_cpu_attention
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.init import copy_full
 from titan_rl.titan.sections import OptimizerSection
-from titan_rl.titan.value_model import build_value_model, token_values
+from titan_rl.titan.sharded_model import fsdp_modules
+from titan_rl.titan.value_model import build_value_model
 from titan_rl.titan.weights import load_hf
 from titan_rl.trainers.optimization import StepBatch, align_ranks
 
@@ -46,9 +52,8 @@ class Setup:
         self.rank = build(directory / name, **(parallel or FSDP))
         load_hf(self.rank.policy, self.rank.adapter, str(directory / name))
         self.rank.config.activation_checkpoint = ac_config
-        self.rank.policy._skip_lm_head = True
+        self.rank.policy.skip_head()
         self.collectives = Collectives(self.rank.parallel_dims, torch.device("cpu"))
-        self.prepare: Callable[[MicroBatch], Any] = self.rank.prepare_inputs
         self.critic = self.new_critic()
         generator = torch.Generator().manual_seed(4)
         self.noise = 0.3 * torch.randn(len(LENGTHS), LONGEST, generator=generator)
@@ -60,7 +65,7 @@ class Setup:
         return build_critic(
             config,
             self.rank,
-            prepare=lambda micro_batch: self.prepare(micro_batch),
+            policy=self.rank.policy,
             collectives=self.collectives,
             seed=seed,
             total_steps=10,
@@ -73,12 +78,12 @@ class Setup:
         batch = align_ranks(
             lay_out(ids, layout), num_samples=len(ids), collectives=self.collectives, device=self.rank.device
         )
-        for micro_batch in batch.micro_batches:
+        for micro_batch, values in zip(batch.micro_batches, self.critic(batch.micro_batches), strict=True):
             place = micro_batch.sample_index.clamp(min=0), micro_batch.positions.clamp(max=LONGEST - 1)
             noise, target = (
                 torch.where(micro_batch.loss_mask, table[place], 0.0) for table in (self.noise, self.targets)
             )
-            batch.values.append(self.critic(micro_batch) + noise)
+            batch.values.append(values + noise)
             batch.returns.append(target)
         return batch
 
@@ -92,12 +97,7 @@ class Setup:
 
     def gradients(self, batch: StepBatch) -> dict[str, torch.Tensor]:
         self.accumulate(batch)
-        return self.take_gradients()
-
-    def take_gradients(self) -> dict[str, torch.Tensor]:
-        gradients = {_name(name): full(p.grad) for name, p in self.critic.model.named_parameters()}
-        self.critic.model.zero_grad()
-        return gradients
+        return whole_gradients(self.critic.model)
 
     def train(self, critic: Critic, steps: int) -> list[float]:
         """Gradient norms of some steps on the same batch."""
@@ -112,18 +112,12 @@ class Setup:
             norms.append(result.grad_norm)
         return norms
 
-    def leaking(self, micro_batch: MicroBatch) -> Any:
-        """Planted fault: attention sees one document a row. Positions within documents stay right."""
-        inputs, kwargs = self.rank.prepare_inputs(micro_batch)
-        row = torch.arange(micro_batch.positions.shape[1]).expand_as(micro_batch.positions)
-        return inputs, kwargs | {"attention_masks": self.rank.policy.get_attention_masks(row)}
-
     def table(self, layout: str) -> torch.Tensor:
         """Values by sample and position, of all ranks."""
         table = torch.zeros(len(LENGTHS), LONGEST)
-        for micro_batch in self.batch(layout).micro_batches:
+        micro_batches = self.batch(layout).micro_batches
+        for micro_batch, values in zip(micro_batches, self.critic(micro_batches), strict=True):
             real = micro_batch.sample_index >= 0
-            values = self.critic(micro_batch)
             if values[~real].any() or values.requires_grad:
                 raise ValueError("values of the padding must be 0, and there must be no graph")
             table[micro_batch.sample_index[real], micro_batch.positions[real]] = values[real]
@@ -131,23 +125,18 @@ class Setup:
         return table
 
 
-def _name(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "")
-
-
 def check_gradients(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     setup = Setup(directory)
-    tensors["head"] = full(setup.critic.model.lm_head.weight)
+    tensors["head"] = full(setup.critic.model.head.weight)
     tensors |= {f"values/{layout}": setup.table(layout) for layout in LAYOUTS}
     batches = {layout: setup.batch(layout) for layout in LAYOUTS}
     gradients = {layout: setup.gradients(batch) for layout, batch in batches.items()}
     gradients["fault/mean_per_micro_batch"] = _mean_per_micro_batch(setup, batches["packed"])
-    setup.prepare = setup.leaking
-    gradients["fault/leaking"] = setup.gradients(batches["packed"])
-    setup.prepare = setup.rank.prepare_inputs
+    with leaking(setup.critic.model):
+        gradients["fault/leaking"] = setup.gradients(batches["packed"])
     result: dict[str, Any] = {
         "micro_batches": {layout: len(batch.micro_batches) for layout, batch in batches.items()},
-        "shard_rows": setup.critic.model.lm_head.weight.to_local().shape[0],
+        "shard_rows": setup.critic.model.head.weight.to_local().shape[0],
         "masked": _masked_gradient(setup, batches["packed"]),
     }
     if dist.get_world_size() == 2:
@@ -155,7 +144,7 @@ def check_gradients(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[s
         gradients["one_rank_empty"] = setup.gradients(
             setup.batch("packed", ids=everything if dist.get_rank() == 0 else [])
         )
-        for module in fsdp_modules(setup.critic.model):
+        for module in fsdp_modules(setup.critic.model.parts[0]):
             module.set_gradient_divide_factor(2.0)
         gradients["fault/averaged_over_ranks"] = setup.gradients(batches["packed"])
         for name, parallel in (
@@ -193,10 +182,10 @@ def _masked_gradient(setup: Setup, batch: StepBatch) -> dict[str, float]:
         output.retain_grad()
         hidden.append(output)
 
-    handle = setup.critic.model.norm.register_forward_hook(keep)
+    handle = setup.critic.model.parts[0].norm.register_forward_hook(keep)
     setup.accumulate(batch)
     handle.remove()
-    setup.take_gradients()
+    whole_gradients(setup.critic.model)
     largest = {"masked": 0.0, "trained": 0.0}
     for states, micro_batch in zip(hidden, batch.micro_batches, strict=True):
         size = states.grad.abs().amax(-1)
@@ -227,7 +216,7 @@ def check_state(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[str, 
     norms = setup.train(setup.critic, 2)
     dcp.save({"critic": setup.critic}, checkpoint_id=path)
     saved = shards(setup.critic)
-    tensors["saved/head"] = full(setup.critic.model.lm_head.weight)
+    tensors["saved/head"] = full(setup.critic.model.head.weight)
     dcp.load({"critic": other}, checkpoint_id=path)
     result = {"start": start, "saved": saved, "loaded": shards(other)}
     batch_of_saved = setup.batch("packed")  # of the critic at the checkpoint, for both
@@ -240,11 +229,11 @@ def check_state(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[str, 
         "end": shards(setup.critic),
         "resumed": shards(other),
     }
-    tensors |= {f"trained/{name}": full(p) for name, p in setup.critic.model.named_parameters()}
+    tensors |= {f"trained/{name}": full(p) for name, p in setup.critic.model.parts[0].named_parameters()}
     if world_size == 1:
         wider = setup.new_critic(seed=13)
         dcp.load({"critic": wider}, checkpoint_id=str(directory / "world2" / "step-2"))
-        tensors["from_two_ranks/head"] = full(wider.model.lm_head.weight)
+        tensors["from_two_ranks/head"] = full(wider.model.head.weight)
         result["from_two_ranks"] = [wider.applied_steps, wider.skipped_steps]
     return result
 
@@ -280,37 +269,23 @@ def check_not_finite(directory: Path) -> dict[str, Any]:
 
 
 def check_tensor_parallel(tensors: dict[str, torch.Tensor]) -> list[int]:
-    """Values and gradients of a value model; every rank holds a part of each matrix, the head's too."""
-    parallelism = ParallelismConfig(
-        tensor_parallel_degree=dist.get_world_size(), data_parallel_shard_degree=1
-    )
-    dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+    """Values and gradients of a value model; every rank holds a part of each matrix, and the whole head."""
     spec = llama3.model_registry("debugmodel", attn_backend="flex")
     spec.model.layers = spec.model.layers[:2]
-    use_cpu_attention(spec.model)
-    spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
-    model = build_value_model(
-        spec,
-        spec.model,
-        parallel_dims=dims,
-        training=TrainingConfig(mixed_precision_param="float32"),
-        parallelism=parallelism,
-        compile_config=CompileConfig(enable=False),
-    )
+    rank = without_models(spec, tensor_parallel_degree=dist.get_world_size(), data_parallel_shard_degree=1)
+    model = build_value_model(rank, spec, spec.model, head_bias=True)
     generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.parts[0].named_parameters():
         drawn = 0.05 * torch.randn(tuple(parameter.shape), generator=generator)
         copy_full(parameter, drawn + ("norm" in name))
     ids = torch.randint(2048, (2, 16), generator=generator)
-    positions = torch.arange(16).repeat(2, 1)
-    with dist_utils.get_spmd_context(parallel_dims=dims)():
-        masks = model.get_attention_masks(positions)
-        values = token_values(model, ids, positions=positions, attention_masks=masks)
+    rows = SimpleNamespace(input_ids=ids, positions=torch.arange(16).repeat(2, 1))
+    with rank.train_context():
+        values = token_values(model, model.forward(rows))
         (values * torch.arange(32).view(2, 16)).sum().backward()
     tensors["tensor_parallel/values"] = values.detach()
-    gradients = {name: full(p.grad) for name, p in model.named_parameters()}
-    tensors |= {f"gradient/tensor_parallel/{name}": g for name, g in gradients.items()}
-    return list(model.lm_head.weight.to_local().shape)
+    tensors |= {f"gradient/tensor_parallel/{name}": g for name, g in whole_gradients(model).items()}
+    return list(model.head.weight.to_local().shape)
 
 
 def run(directory: Path) -> None:

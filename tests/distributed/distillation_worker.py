@@ -5,7 +5,6 @@ Rank 0 writes whole gradients to ``world<N>.safetensors`` and metrics to ``world
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +13,23 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tests.distributed.fsdp_worker import FSDP, HSDP, LENGTHS, TEMPERATURE, build, full, lay_out
+from tests.distributed.fsdp_worker import (
+    FSDP,
+    HSDP,
+    LENGTHS,
+    TEMPERATURE,
+    build,
+    lay_out,
+    leaking,
+    whole_gradients,
+)
 from titan_rl.algorithms.penalties import Distillation
 from titan_rl.algorithms.policy_loss import PolicyLoss
-from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.policy.teacher import Teacher, build_teacher
-from titan_rl.policy.token_scores import fsdp_modules
 from titan_rl.titan import device
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.models import ModelSection
+from titan_rl.titan.sharded_model import fsdp_modules
 from titan_rl.titan.weights import load_hf
 from titan_rl.trainers.optimization import StepBatch, align_ranks, forward_backward, reduce_metrics
 
@@ -36,13 +43,12 @@ class Step:
     def __init__(self, directory: Path, *, parallel: dict[str, Any] = FSDP, **options: Any) -> None:
         self.rank = build(directory / "policy", **parallel)
         load_hf(self.rank.policy, self.rank.adapter, str(directory / "policy"))
-        self.rank.policy._skip_lm_head = True
+        self.rank.policy.skip_head()
         self.rank.config.model = ModelSection(hf_assets_path=str(directory / "policy"))
         self.rank.config.sampling = SimpleNamespace(temperature=TEMPERATURE)
         self.collectives = Collectives(self.rank.parallel_dims, torch.device("cpu"))
-        self.prepare: Callable[[MicroBatch], Any] = self.rank.prepare_inputs
         config = Teacher.Config(hf_assets_path=str(directory / "teacher"), **options)
-        self.teacher = build_teacher(config, self.rank, prepare=lambda batch: self.prepare(batch))
+        self.teacher = build_teacher(config, self.rank)
         # With advantages of 0 (below) nothing else has a gradient.
         self.loss_fn = PolicyLoss.Config(distillation=Distillation.Config(coefficient=0.7)).build()
 
@@ -62,31 +68,15 @@ class Step:
             self.loss_fn,
             batch,
             temperature=TEMPERATURE,
-            prepare=self.prepare,
-            context=self.rank.train_context,
             max_tokens=8,
             teacher=self.teacher,
         )
         return reduce_metrics(parts, batch, self.collectives)
 
     def gradients(self, batch: StepBatch) -> dict[str, torch.Tensor]:
-        self.rank.policy.zero_grad()
+        self.rank.module.zero_grad()
         self.metrics = self.backward(batch)
-        return self.take_gradients()
-
-    def take_gradients(self) -> dict[str, torch.Tensor]:
-        gradients = {name: full(p.grad) for name, p in self.rank.policy.named_parameters()}
-        self.rank.policy.zero_grad()
-        return gradients
-
-    def leaking(self, micro_batch: MicroBatch) -> Any:
-        """Planted fault: the policy's attention sees one document a row; the teacher's masks are its own."""
-        inputs, kwargs = self.rank.prepare_inputs(micro_batch)
-        return inputs, kwargs | {"attention_masks": self.rank.policy.get_attention_masks(_row(micro_batch))}
-
-
-def _row(micro_batch: MicroBatch) -> torch.Tensor:
-    return torch.arange(micro_batch.positions.shape[1]).expand_as(micro_batch.positions)
+        return whole_gradients(self.rank.policy)
 
 
 def _mean_per_micro_batch(step: Step, batch: StepBatch) -> dict[str, torch.Tensor]:
@@ -95,7 +85,7 @@ def _mean_per_micro_batch(step: Step, batch: StepBatch) -> dict[str, torch.Tenso
     for micro_batch in batch.micro_batches:
         tokens = int(step.collectives.reduce_scalar(micro_batch.num_loss_tokens, "sum")) * count
         step.backward(StepBatch([micro_batch], num_loss_tokens=tokens, num_samples=1))
-    return step.take_gradients()
+    return whole_gradients(step.rank.policy)
 
 
 def run(directory: Path) -> None:
@@ -108,21 +98,14 @@ def run(directory: Path) -> None:
     step = Step(directory)
     packed = step.batch("packed")
     gradients["fault/mean_per_micro_batch"] = _mean_per_micro_batch(step, packed)
-    step.prepare = step.leaking
-    gradients["fault/leaking"] = step.gradients(packed)
-    step.prepare = step.rank.prepare_inputs
-    masks = step.teacher.model.get_attention_masks
-    # Planted fault: the teacher's attention sees one document a row.
-    step.teacher.model.get_attention_masks = lambda positions: masks(
-        torch.arange(positions.shape[1]).expand_as(positions)
-    )
-    gradients["fault/teacher_leaking"] = step.gradients(packed)
-    step.teacher.model.get_attention_masks = masks
+    for case, model in (("leaking", step.rank.policy), ("teacher_leaking", step.teacher._model)):
+        with leaking(model):  # of one of them alone
+            gradients[f"fault/{case}"] = step.gradients(packed)
     gradients["again"] = step.gradients(packed)
     if dist.get_world_size() == 2:
         ids = list(range(len(LENGTHS))) if dist.get_rank() == 0 else []
         gradients["one_rank_empty"] = step.gradients(step.batch("packed", ids=ids))
-        for module in fsdp_modules(step.rank.policy):
+        for module in fsdp_modules(step.rank.module):
             module.set_gradient_divide_factor(2.0)
         gradients["fault/averaged_over_ranks"] = step.gradients(packed)
         for name, parallel in (
@@ -132,7 +115,7 @@ def run(directory: Path) -> None:
         ):
             other = Step(directory, parallel=parallel)
             gradients[name] = other.gradients(other.batch("packed"))
-    touched = any(p.grad is not None or p.requires_grad for p in step.teacher.model.parameters())
+    touched = any(p.grad is not None or p.requires_grad for p in step.teacher._model.parameters())
     if dist.get_rank() == 0:
         stem = directory / f"world{dist.get_world_size()}"
         tensors = {

@@ -8,7 +8,8 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.experts import use_cpu_experts
 from titan_rl.titan.hf_config import spec_from_hf
 from titan_rl.titan.models import build_adapter, build_sharded, build_sibling, copy_shards
-from titan_rl.titan.sharded_model import fsdp_modules
+from titan_rl.titan.sharded_model import ShardedModel, fsdp_modules
 from titan_rl.titan.weights import WeightStream, load_hf
 from titan_rl.trainers.optimization import StepBatch, align_ranks, forward_backward
 from titan_rl.types import Sample, WeightReceipt
@@ -63,25 +64,23 @@ def parallel_dims(*degrees: tuple[str, Any]) -> ParallelDims:
     return ParallelDims.from_config(ParallelismConfig(**dict(degrees)), dist.get_world_size())
 
 
-def build(model: Path | ModelSpec, *, rows: int = 8, seq_len: int = 2048, **parallel: Any) -> Rank:
-    """A policy under TorchTitan's parallelism, randomly initialised after ``torch.manual_seed(5)``.
+def without_models(spec: Any, *, rows: int = 8, seq_len: int = 2048, **parallel: Any) -> Rank:
+    """What a trainer holds before its models are built.
 
     Args:
-        model: A directory in Hugging Face layout, or a spec of its own.
+        spec: The policy's.
         rows: ``training.local_batch_size``.
         seq_len: ``training.seq_len``.
-        parallel: ``[parallelism]``; FSDP over all ranks by default.
+        parallel: ``[parallelism]``.
     """
-    parallel = parallel or FSDP
     parallelism = ParallelismConfig(**parallel)
-    dims = parallel_dims(*sorted(parallel.items()))
+    dims = parallel_dims(*sorted(item for item in parallel.items() if item[0].endswith("_degree")))
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
-    spec = spec_from_hf(model) if isinstance(model, Path) else model
     use_cpu_attention(spec.model, per_document=parallelism.context_parallel_degree == 1)
     use_cpu_experts(spec.model)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     training = TrainingConfig(mixed_precision_param="float32", local_batch_size=rows, seq_len=seq_len)
-    rank = Rank(
+    return Rank(
         config=SimpleNamespace(
             model_spec=spec,
             training=training,
@@ -92,10 +91,21 @@ def build(model: Path | ModelSpec, *, rows: int = 8, seq_len: int = 2048, **para
         ),
         parallel_dims=dims,
         model_config=spec.model,
-        adapter=build_adapter(spec, spec.model),
         device=torch.device("cpu"),
         train_context=dist_utils.get_spmd_context(parallel_dims=dims),
     )
+
+
+def build(model: Path | ModelSpec, **options: Any) -> Rank:
+    """A policy under TorchTitan's parallelism, randomly initialised after ``torch.manual_seed(5)``.
+
+    Args:
+        model: A directory in Hugging Face layout, or a spec.
+        options: As for :func:`without_models`; FSDP over all ranks by default.
+    """
+    spec = spec_from_hf(model) if isinstance(model, Path) else model
+    rank = without_models(spec, **(options or FSDP))
+    rank.adapter = build_adapter(spec, spec.model)
     torch.manual_seed(5)
     rank.policy = build_sharded(rank, spec, spec.model)
     rank.model_parts, rank.module = rank.policy.parts, rank.policy.parts[0]
@@ -110,8 +120,35 @@ def logits(rank: Rank, tokens: list[list[int]]) -> torch.Tensor:
     ids = torch.tensor(tokens)
     batch = dataclasses.replace(MicroBatch.empty(*ids.shape), input_ids=ids)
     with torch.no_grad(), rank.train_context():
-        inputs, kwargs = rank.prepare_inputs(batch)
-        return rank.policy(inputs, **kwargs)
+        return rank.policy.forward(batch).states
+
+
+def whole_gradients(model: ShardedModel) -> dict[str, torch.Tensor]:
+    """Full gradients by parameter, taken from the model. Collective."""
+
+    def of_part(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in part.named_parameters():
+            yield name.replace("_checkpoint_wrapped_module.", ""), full(parameter.grad)
+        part.zero_grad()
+
+    pipeline = model._pipeline
+    return dict(of_part(model.parts[0]) if pipeline is None else pipeline.shared(of_part))
+
+
+@contextmanager
+def leaking(model: ShardedModel) -> Iterator[None]:
+    """Planted fault: attention sees one document a row. Positions within documents stay right."""
+
+    def prepare(rows: Any) -> Any:
+        inputs, kwargs, index = ShardedModel.prepare(model, rows)
+        row = torch.arange(rows.positions.shape[1]).expand_as(rows.positions)
+        return inputs, kwargs | {"attention_masks": model.parts[0].get_attention_masks(row)}, index
+
+    model.prepare = prepare
+    try:
+        yield
+    finally:
+        del model.prepare
 
 
 # ------------------------------------------------------------------------------- random initialisation
@@ -121,13 +158,13 @@ def check_init(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[str, A
     """Whole parameters, and this rank's shards by their checksum, with and without our initialisation."""
     result = {}
     for name in ("llama", "qwen3_tied"):
-        policy = build(directory / name).policy
+        policy = build(directory / name).module
         result[name] = {key: tensor_checksum(_shard(p)) for key, p in policy.named_parameters()}
         tensors |= {f"init/{name}/{key}": full(p) for key, p in policy.named_parameters()}
     ours = TitanModule._init_self_parameters
     TitanModule._init_self_parameters = _TITAN_INIT
     try:
-        policy = build(directory / "llama").policy
+        policy = build(directory / "llama").module
     finally:
         TitanModule._init_self_parameters = ours
     result["without"] = {key: tensor_checksum(_shard(p)) for key, p in policy.named_parameters()}
@@ -158,7 +195,7 @@ def check_weights(
             "same_names": set(stream) == set(stored),
             "order": list(stream),
             "bit_exact": all(torch.equal(stored[key], stream[key]) for key in stored),
-            "cuts_a_head": _cuts_a_head(rank.policy),
+            "cuts_a_head": _cuts_a_head(rank.module),
         }
     return result
 
@@ -229,9 +266,8 @@ class Step:
         for index, parameter in enumerate(self.reference.parameters()):
             with torch.no_grad():
                 _shard(parameter).mul_(1.0 + 0.02 * (index % 5))
-        self.rank.policy._skip_lm_head = self.reference._skip_lm_head = True
+        self.rank.policy.skip_head()
         self.collectives = Collectives(self.rank.parallel_dims, torch.device("cpu"))
-        self.prepare: Callable[[MicroBatch], Any] = self.rank.prepare_inputs
         generator = torch.Generator().manual_seed(4)
         self.noise = 0.3 * torch.randn(len(LENGTHS), LONGEST, generator=generator)
         self.loss_fn = PolicyLoss.Config(kl=KLPenalty.Config(coefficient=0.1)).build()
@@ -243,18 +279,15 @@ class Step:
         batch = align_ranks(
             lay_out(ids, layout), num_samples=len(ids), collectives=self.collectives, device=self.rank.device
         )
-        scorers = [self._scorer(model) for model in (self.rank.policy, self.reference)]
-        for micro_batch in batch.micro_batches:
+        scored, batch.ref_logprobs = (
+            LogprobScorer(model, temperature=TEMPERATURE)(batch.micro_batches)
+            for model in (self.rank.policy, self.reference)
+        )
+        for micro_batch, logprobs in zip(batch.micro_batches, scored, strict=True):
             place = micro_batch.sample_index.clamp(min=0), micro_batch.positions.clamp(max=LONGEST - 1)
             noise = torch.where(micro_batch.loss_mask, self.noise[place], 0.0)
-            batch.old_logprobs.append(scorers[0](micro_batch) + noise)
-            batch.ref_logprobs.append(scorers[1](micro_batch))
+            batch.old_logprobs.append(logprobs + noise)
         return batch
-
-    def _scorer(self, model: nn.Module) -> LogprobScorer:
-        return LogprobScorer(
-            model, temperature=TEMPERATURE, prepare=self.prepare, context=self.rank.train_context
-        )
 
     def backward(self, batch: StepBatch) -> list[dict[str, torch.Tensor]]:
         return forward_backward(
@@ -263,27 +296,13 @@ class Step:
             batch,
             temperature=TEMPERATURE,
             max_tokens=LONGEST,
-            prepare=self.prepare,
-            context=self.rank.train_context,
         )
 
     def gradients(self, batch: StepBatch) -> dict[str, torch.Tensor]:
         """Whole gradients by parameter."""
-        self.rank.policy.zero_grad()
+        self.rank.module.zero_grad()
         self.backward(batch)
-        return self.take_gradients()
-
-    def take_gradients(self) -> dict[str, torch.Tensor]:
-        gradients = {name: full(p.grad) for name, p in self.rank.policy.named_parameters()}
-        self.rank.policy.zero_grad()
-        return gradients
-
-    def leaking(self, micro_batch: MicroBatch) -> Any:
-        """Planted fault: attention sees one document a row. Positions within documents stay right."""
-        inputs, kwargs = self.rank.prepare_inputs(micro_batch)
-        row = torch.arange(micro_batch.positions.shape[1]).expand_as(micro_batch.positions)
-        masks = self.rank.policy.get_attention_masks(row)
-        return inputs, kwargs | {"attention_masks": masks}
+        return whole_gradients(self.rank.policy)
 
 
 def check_gradients(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -293,9 +312,8 @@ def check_gradients(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[s
     batches = {layout: step.batch(layout) for layout in ("eight_of_one", "one_of_eight", "packed")}
     gradients = {layout: step.gradients(batch) for layout, batch in batches.items()}
     gradients |= {"fault/mean_per_micro_batch": _mean_per_micro_batch(step, batches["packed"])}
-    step.prepare = step.leaking
-    gradients |= {"fault/leaking": step.gradients(batches["packed"])}
-    step.prepare = step.rank.prepare_inputs
+    with leaking(step.rank.policy):
+        gradients |= {"fault/leaking": step.gradients(batches["packed"])}
     gradients |= {"again": step.gradients(batches["packed"])}
     result = {
         "micro_batches": {layout: len(batch.micro_batches) for layout, batch in batches.items()},
@@ -310,7 +328,7 @@ def check_gradients(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[s
         only_first = step.batch("packed", ids=list(range(len(LENGTHS))) if dist.get_rank() == 0 else [])
         result["empty"] = [b.num_loss_tokens for b in only_first.micro_batches]
         gradients["one_rank_empty"] = step.gradients(only_first)
-        for module in fsdp_modules(step.rank.policy):
+        for module in fsdp_modules(step.rank.module):
             module.set_gradient_divide_factor(2.0)
         gradients["fault/averaged_over_ranks"] = step.gradients(batches["packed"])
         for name, parallel in (
@@ -339,7 +357,7 @@ def _mean_per_micro_batch(step: Step, batch: StepBatch) -> dict[str, torch.Tenso
                 ref_logprobs=[batch.ref_logprobs[index]],
             )
         )
-    return step.take_gradients()
+    return whole_gradients(step.rank.policy)
 
 
 def _masked_gradient(step: Step, batch: StepBatch) -> dict[str, float]:
@@ -350,10 +368,10 @@ def _masked_gradient(step: Step, batch: StepBatch) -> dict[str, float]:
         output.retain_grad()
         hidden.append(output)
 
-    handle = step.rank.policy.norm.register_forward_hook(keep)
+    handle = step.rank.module.norm.register_forward_hook(keep)
     step.backward(batch)
     handle.remove()
-    step.take_gradients()
+    whole_gradients(step.rank.policy)
     largest = {"masked": 0.0, "trained": 0.0}
     for states, micro_batch in zip(hidden, batch.micro_batches, strict=True):
         size = states.grad.abs().amax(-1)

@@ -4,19 +4,14 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import torch
 import torch.distributed as dist
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
+from tests.distributed.fsdp_worker import build
 from titan_rl.generation.local import LocalGenerator
 from titan_rl.generation.protocol import GeneratorContext, generate
 from titan_rl.titan import device
-from titan_rl.titan.attention import use_cpu_attention
-from titan_rl.titan.hf_config import spec_from_hf
 from titan_rl.titan.weights import WeightStream, load_hf
 from titan_rl.types import GenerationRequest, SamplingParams, WeightUpdate
 
@@ -41,41 +36,22 @@ def make_generator(model_config: object, adapter: object) -> LocalGenerator:
 
 
 def push_and_generate(directory: str, tensor_parallel_degree: int) -> dict[str, object]:
-    world_size = dist.get_world_size()
-    parallelism = ParallelismConfig(
-        data_parallel_shard_degree=world_size // tensor_parallel_degree,
+    rank = build(
+        Path(directory),
+        data_parallel_shard_degree=dist.get_world_size() // tensor_parallel_degree,
         tensor_parallel_degree=tensor_parallel_degree,
     )
-    parallel_dims = ParallelDims.from_config(parallelism, world_size)
-    dist_utils.set_spmd_backend(parallelism.spmd_backend)
-    spec = spec_from_hf(Path(directory))
-    use_cpu_attention(spec.model)
-    spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
-    with torch.device("meta"):
-        policy = spec.model.build()
-    policy = spec.parallelize_fn(
-        policy,
-        parallel_dims=parallel_dims,
-        training=TrainingConfig(),
-        parallelism=parallelism,
-        compile_config=CompileConfig(enable=False),
-        ac_config=None,
-        dump_folder="",
-    )
-    policy.to_empty(device="cpu")
-    with torch.no_grad():
-        policy.init_weights(buffer_device=None)
-    adapter = spec.state_dict_adapter(spec.model, directory)
-    load_hf(policy, adapter, directory)
-    generator = make_generator(spec.model, adapter)
-    receipt = generator.load_weights(WeightUpdate("full", 3, None, WeightStream(policy, adapter)))
+    load_hf(rank.policy, rank.adapter, directory)
+    generator = make_generator(rank.model_config, rank.adapter)
+    stream = WeightStream(rank.policy, rank.adapter)
+    receipt = generator.load_weights(WeightUpdate("full", 3, None, stream))
     # Ranks go different ways from here on: nothing below may communicate.
     requests = make_requests() if dist.get_rank() == 0 else make_requests()[::-1][:3]
     completions = generate(generator, requests, 120)
     return {
         "backend": dist_utils.get_spmd_backend(),
         "is_sharded": any(
-            hasattr(p, "placements") and p.to_local().shape != p.shape for p in policy.parameters()
+            hasattr(p, "placements") and p.to_local().shape != p.shape for p in rank.policy.parameters()
         ),
         "unwritten": receipt.unwritten,
         "checksums": dict(receipt.checksums),

@@ -6,7 +6,6 @@ writes whole gradients to ``pairs<N>.safetensors``, every rank ``pairs<N>.rank<R
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +78,6 @@ class PairRank(fsdp_worker.Rank):
     forward_backward = PairTrainer.forward_backward
     frozen_values = PairTrainer.frozen_values
     kl_baseline = PairTrainer.kl_baseline
-    prepare_inputs = PairTrainer.prepare_inputs
     _inputs = PairTrainer._inputs
     _ref_logprobs = PairTrainer._ref_logprobs
     reduce = PairTrainer.reduce
@@ -134,23 +132,15 @@ def trainer(directory: Path, kind: type[PairRank], **parallel: Any) -> PairRank:
     rank.collectives = Collectives(rank.parallel_dims, torch.device("cpu"))
     rank.layout = "one_of_eight"
     if kind is Reward:
-        model = build_value_model(
-            rank.config.model_spec,
-            rank.model_config,
-            parallel_dims=rank.parallel_dims,
-            training=rank.config.training,
-            parallelism=rank.config.parallelism,
-            compile_config=rank.config.compile,
-        )
+        model = build_value_model(rank, rank.config.model_spec, rank.model_config)
         copy_backbone(rank.policy, model)
         init_head(model, std=0.3, seed=11)
-        rank.policy, rank.model_parts = model, [model]
+        rank.policy = model
         return rank
-    rank.policy._skip_lm_head = True
+    rank.policy.skip_head()
     policy = rank.policy
     sibling = build_sibling(rank)
     copy_shards(policy, sibling)
-    sibling._skip_lm_head = True
     for index, parameter in enumerate(sibling.parameters()):
         with torch.no_grad():
             local(parameter).mul_(1.0 + 0.02 * (index % 5))
@@ -158,8 +148,9 @@ def trainer(directory: Path, kind: type[PairRank], **parallel: Any) -> PairRank:
     for single in (False, True):
         preferences = documents(single=single)
         split = Split(preferences)
-        for batch in (*_all(rank, preferences), *_all(rank, [split.mismatched(p) for p in preferences])):
-            rank.reference |= zip(batch.keys, rank.frozen_values(batch).tolist(), strict=True)
+        batches = [*_all(rank, preferences), *_all(rank, [split.mismatched(p) for p in preferences])]
+        for batch, values in zip(batches, rank.frozen_values(batches), strict=True):
+            rank.reference |= zip(batch.keys, values.tolist(), strict=True)
     rank.policy = policy
     return rank
 
@@ -171,9 +162,6 @@ def _all(rank: PairRank, preferences: list[Encoded]) -> list[PairBatch]:
     ]
 
 
-Fault = Callable[[PairRank, list[PairBatch]], None]
-
-
 def step(
     rank: PairRank, name: str, layout: str, *, fault: str = ""
 ) -> tuple[dict[str, Any], dict[str, float]]:
@@ -183,7 +171,7 @@ def step(
     split, counts = Split(preferences), num_sides([p.preference for p in preferences])
     batches = rank.make_batches(preferences)
     baseline = rank.kl_baseline(split, preferences)
-    rank.policy.zero_grad()
+    rank.policy.parts[0].zero_grad()
     parts = []
     if fault == "mean_per_micro_batch":
         for batch in batches:
@@ -191,24 +179,12 @@ def step(
             parts += rank.forward_backward([batch], counts=some, baseline=baseline)
     elif fault == "baseline_per_micro_batch":
         for batch in batches:
-            mine = (rank.frozen_values(batch) - rank._ref_logprobs(batch)).mean().clamp(min=0).nan_to_num()
+            (values,) = rank.frozen_values([batch])
+            mine = (values - rank._ref_logprobs(batch)).mean().clamp(min=0).nan_to_num()
             parts += rank.forward_backward([batch], counts=counts, baseline=mine)
     else:
         parts = rank.forward_backward(batches, counts=counts, baseline=baseline)
-    gradients = {n: fsdp_worker.full(p.grad) for n, p in rank.policy.named_parameters() if p.grad is not None}
-    rank.policy.zero_grad()
-    return gradients, rank.reduce(parts)
-
-
-def leaking(rank: PairRank) -> Any:
-    """Planted fault: attention sees one document a row."""
-
-    def prepare(micro_batch: Any) -> Any:
-        inputs, kwargs = PairTrainer.prepare_inputs(rank, micro_batch)
-        row = torch.arange(micro_batch.positions.shape[1]).expand_as(micro_batch.positions)
-        return inputs, kwargs | {"attention_masks": rank.model_parts[0].get_attention_masks(row)}
-
-    return prepare
+    return fsdp_worker.whole_gradients(rank.policy), rank.reduce(parts)
 
 
 def run(directory: Path) -> None:
@@ -226,9 +202,8 @@ def run(directory: Path) -> None:
         for layout in LAYOUTS:
             keep(f"{name}/{layout}", step(rank, name, layout))
         keep(f"{name}/fault/mean", step(rank, name, "packed", fault="mean_per_micro_batch"))
-        rank.prepare_inputs = leaking(rank)
-        keep(f"{name}/fault/leaking", step(rank, name, "packed"))
-        del rank.prepare_inputs
+        with fsdp_worker.leaking(rank.policy):
+            keep(f"{name}/fault/leaking", step(rank, name, "packed"))
     keep("kto/fault/baseline", step(ranks[Policy], "kto", "packed", fault="baseline_per_micro_batch"))
     for layout in LAYOUTS:
         ranks[Policy].layout = layout
@@ -243,7 +218,7 @@ def run(directory: Path) -> None:
 
 def scores(rank: Reward) -> dict[str, list[float]]:
     """All documents' rewards by the scorer, in two layouts; every rank scores them all."""
-    scorer = RewardScorer(rank.policy, prepare=rank.prepare_inputs, context=rank.train_context)
+    scorer = RewardScorer(rank.policy)
     found = {}
     for layout in ("one_of_eight", "packed"):
         packed = make_batches(documents(), pad_to="longest", **LAYOUTS[layout])

@@ -43,7 +43,8 @@ def test_each_rank_serves_the_whole_sharded_policy_and_its_own_requests(tmp_path
         [sys.executable, *command, str(worker), str(tmp_path)],
         check=True,
         timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TITAN_RL_DEVICE": "cpu"},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "TITAN_RL_DEVICE": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     spec = spec_from_hf(tmp_path)
     alone = make_generator(spec.model, spec.state_dict_adapter(spec.model, str(tmp_path)))

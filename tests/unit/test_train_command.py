@@ -206,7 +206,7 @@ CONTRADICTIONS = {
     ),
     "tensor parallelism": (
         ["--parallelism.tensor_parallel_degree", "2"],
-        ["command line: parallelism.tensor_parallel_degree", "be 1 in RL", "got 2", "Remove it"],
+        ["command line: parallelism.tensor_parallel_degree", "divide the 1 rank(s)", "got 2", "Start 2 or 4"],
     ),
     "more shards than ranks": (
         ["--parallelism.data_parallel_shard_degree", "4"],

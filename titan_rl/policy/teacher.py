@@ -227,6 +227,7 @@ def build_teacher(config: Teacher.Config, trainer: Any) -> Teacher:
     Args:
         config: ``[teacher]``, which passed :func:`check_teacher`.
         trainer: An RL trainer after TorchTitan's ``__init__``.
+
     Raises:
         ConfigError: the weights are not this model's, or it cannot run under the run's parallelism.
     """

@@ -7,7 +7,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.components.validate import Validator
 from torchtitan.config.configs import TrainingConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
-from torchtitan.distributed.utils import clip_grad_norm_, dist_sum, set_pg_timeouts
+from torchtitan.distributed.utils import dist_sum, set_pg_timeouts
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.profiler import Profiler
@@ -25,7 +25,6 @@ __all__ = [
     "Trainer",
     "TrainingConfig",
     "Validator",
-    "clip_grad_norm_",
     "dist_sum",
     "init_logger",
     "logger",

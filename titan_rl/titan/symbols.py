@@ -36,8 +36,14 @@ TORCHTITAN_IMPORTS = {
         "MemoryBudgetAC": "`activation_checkpoint.type = 'memory_budget'`.",
         "SelectiveAC": "`activation_checkpoint.type = 'selective'`, the default.",
     },
+    "torchtitan.distributed.context_parallel": {
+        "prepare_context_parallel_input": "This rank's tokens of a micro-batch, and the mask of them.",
+    },
     "torchtitan.distributed.pipeline_parallel": {
-        "pipeline_llm": "Part of every model spec; supervised runs can use it.",
+        "pipeline_llm": "Part of every model spec: cuts a model into stages.",
+    },
+    "torchtitan.distributed.spmd_types": {
+        "annotate_input_spmd_types": "Annotates a micro-batch as TorchTitan's trainer does.",
     },
     "torchtitan.distributed.utils": {
         "clip_grad_norm_": "Clips and returns the global gradient norm.",
@@ -49,9 +55,9 @@ TORCHTITAN_IMPORTS = {
         "fsdp": "Module in which the gradient division is replaced on a CPU.",
     },
     "torchtitan.models.common.attention": {
-        "FlexAttention": "Base of the attention that replaces it on a CPU.",
+        "FlexAttention": "Base of the attention that replaces it on a CPU; takes masks.",
         "ScaledDotProductAttention": "Recognised by the local generator as causal.",
-        "VarlenAttention": "Recognised by the local generator when it has no window.",
+        "VarlenAttention": "Recognised by the local generator when it has no window; takes masks.",
     },
     "torchtitan.models.common.config_utils": {
         "get_attention_config": "Attention by its name in `model.attn_backend`.",
@@ -65,7 +71,8 @@ TORCHTITAN_IMPORTS = {
         "Decoder": "The models that the local generator can run.",
     },
     "torchtitan.models.common.decoder_sharding": {
-        "rowwise_config": "Layout of a value head under tensor parallelism.",
+        "dense_activation_placement": "Layout of a value head's input and output.",
+        "dense_param_placement": "Layout of a value head's weight and bias.",
     },
     "torchtitan.models.common.feed_forward": {
         "FeedForward": "Type of the feed-forward layers.",
@@ -118,6 +125,9 @@ TORCHTITAN_IMPORTS = {
     "torchtitan.protocols.model_spec": {
         "ModelSpec": "A model, how it is sharded, and its state-dict adapter.",
     },
+    "torchtitan.protocols.sharding": {
+        "ShardingConfig": "A value head's under tensor parallelism: one row cannot be cut.",
+    },
     "torchtitan.protocols.state_dict_adapter": {
         "BaseStateDictAdapter": "Type of the state-dict adapters.",
     },
@@ -141,6 +151,11 @@ TORCHTITAN_IMPORTS = {
 """What is imported, in ``titan_rl/titan/`` alone."""
 
 TORCHTITAN_REACHED = {
+    "torch.distributed.pipelining.schedules": {
+        "_PipelineSchedule._loss_fn": "SET for each step: the loss of its micro-batches.",
+        "_PipelineSchedule._n_microbatches": "Micro-batches of one run; a step is filled up to a multiple.",
+        "_PipelineSchedule.step": "Runs one multiple, on every pipeline rank.",
+    },
     "torchtitan.components.checkpointer": {
         "CheckpointManager.initial_load_path": "SET to None by reward-model runs, which load those weights.",
         "CheckpointManager.load": "Restores the newest checkpoint of the run.",
@@ -156,7 +171,13 @@ TORCHTITAN_REACHED = {
         "disable_fsdp_gradient_division": "REPLACED on a CPU: gloo cannot scale while it sums.",
     },
     "torchtitan.distributed": {
+        "ParallelDims.cp": "Context-parallel ranks, which train on the same rows.",
+        "ParallelDims.ep_enabled": "How the gradient norm is summed.",
         "ParallelDims.get_mesh": "The mesh `batch` of data-parallel ranks.",
+        "ParallelDims.get_optional_mesh": "The ranks of a pipeline, of tensor and of context parallelism.",
+        "ParallelDims.pp": "Pipeline ranks, which train on the same rows.",
+        "ParallelDims.pp_enabled": "Whether a model is built in stages.",
+        "ParallelDims.tp": "Tensor-parallel ranks, which train on the same rows.",
     },
     "torchtitan.models.common.attention": {
         "FlexAttention.forward": "OVERRIDDEN on a CPU: attention per document.",
@@ -164,9 +185,10 @@ TORCHTITAN_REACHED = {
     },
     "torchtitan.models.common.decoder": {
         "Decoder._create_flex_attention_mask_for_document": "REPLACED on a CPU: spans instead of masks.",
+        "Decoder.Config.first_attention": "Whether the model takes masks.",
         "Decoder._skip_lm_head": "SET: the policy returns hidden states; the head runs on trained tokens.",
         "Decoder.enable_weight_tying": "Whether the head is the embedding.",
-        "Decoder.get_attention_masks": "The local generator refuses a model with its own.",
+        "Decoder.get_attention_masks": "Masks of a micro-batch; the local generator refuses other ones.",
         "Decoder.layers": "Walked layer by layer when weights stream.",
         "Decoder.lm_head": "Its weight is the output projection of the chunked log-probabilities.",
     },
@@ -185,8 +207,14 @@ TORCHTITAN_REACHED = {
     "torchtitan.protocols.model": {
         "BaseModel.init_weights": "Initialises the reference and the local generator's model.",
     },
+    "torchtitan.protocols.model_spec": {
+        "ModelSpec.parallelize_fn": "Shards reference, critic, reward model and teacher like the policy.",
+        "ModelSpec.pipelining_fn": "Cuts them into the policy's stages.",
+    },
     "torchtitan.protocols.module": {
         "Module._init_self_parameters": "REPLACED on a CPU: shards of one whole draw.",
+        "Module._sharding_config": "SET for a value head before it is parallelised.",
+        "Module.parallelize": "OVERRIDDEN for a value head: replicated under tensor parallelism.",
     },
     "torchtitan.protocols.state_dict_adapter": {
         "BaseStateDictAdapter.from_hf": "Hugging Face tensors to TorchTitan's.",
@@ -207,11 +235,12 @@ TORCHTITAN_REACHED = {
         "Trainer.lr_schedulers": "Steps with the optimiser.",
         "Trainer.metrics_processor": "Where metrics go.",
         "Trainer.model_config": "Built again for the reference and the local generator.",
-        "Trainer.model_parts": "The policy is the first and only one.",
+        "Trainer.model_parts": "The policy: one module, or this rank's stages.",
         "Trainer.ntokens_seen": "Counts trained tokens, and is in the checkpoint.",
         "Trainer.optimizers": "The policy's.",
         "Trainer.parallel_dims": "The meshes of the run.",
-        "Trainer.post_dataloading_process": "Masks and annotations of a micro-batch.",
+        "Trainer.post_dataloading_process": "`ShardedModel.prepare` does the same to a micro-batch.",
+        "Trainer.pp_schedule": "The schedule of the policy's stages; only there with a pipeline.",
         "Trainer.should_continue_training": "Ends the loop at `training.steps`.",
         "Trainer.step": "Optimiser steps, and is in the checkpoint.",
         "Trainer.train": "OVERRIDDEN in RL: the loop over iterations.",
@@ -311,7 +340,7 @@ TorchTitan 0.3.0 changes its API with every release, and titan_rl uses some of i
 lists every name in use; `titan_rl/titan/` is the only package that imports TorchTitan, `titan_rl/generation/`
 the only one that imports vLLM. Each name has a contract test in `tests/unit/titan/test_symbols.py`: that is
 where an upgrade starts. What is replaced, overridden or set is marked; "on a CPU" means that on CUDA
-TorchTitan stays as it is.
+TorchTitan stays as it is. torch's pipeline schedules, which TorchTitan builds, are listed with it.
 
 Made by `python scripts/make_symbols.py` from `titan_rl/titan/symbols.py`.
 """

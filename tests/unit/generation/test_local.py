@@ -22,7 +22,7 @@ from titan_rl.titan.attention import use_cpu_attention
 from titan_rl.titan.experts import use_cpu_experts
 from titan_rl.titan.hf_config import spec_from_hf
 from titan_rl.titan.models import build_unsharded
-from titan_rl.titan.weights import iterate_state
+from titan_rl.titan.state import iterate_state
 from titan_rl.types import Completion, FinishReason, GenerationRequest, SamplingParams, WeightUpdate
 
 device.install()

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,20 +9,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
 from tests.unit.titan.tiny_models import load_titan, make_peer
+from tests.unit.titan.trainer_fakes import one_part, one_rank
 from titan_rl.batching.pack import pack
 from titan_rl.errors import ConfigError
 from titan_rl.functional.value import standard_deviation
 from titan_rl.policy.critic import Critic, build_critic
 from titan_rl.policy.value_loss import ClippedValueLoss, ValueInputs, value_statistics
 from titan_rl.titan import device
-from titan_rl.titan.attention import use_cpu_attention
 from titan_rl.titan.collectives import Collectives
-from titan_rl.titan.hf_config import spec_from_hf
 from titan_rl.titan.sections import OptimizerSection
 from titan_rl.titan.value_model import init_head, value_sibling
 from titan_rl.types import Sample
@@ -40,46 +36,20 @@ def trainer(tmp_path_factory):
     make_peer("llama").save_pretrained(directory)
     backend, store = dist_utils.get_spmd_backend(), directory / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    parallelism = ParallelismConfig()
-    dims = ParallelDims.from_config(parallelism, 1)
-    dist_utils.set_spmd_backend(parallelism.spmd_backend)
-    spec = spec_from_hf(directory)
-    use_cpu_attention(spec.model)
-    spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
-    config = SimpleNamespace(
-        model_spec=spec,
-        training=TrainingConfig(mixed_precision_param="float32"),
-        parallelism=parallelism,
-        compile=CompileConfig(enable=False),
-        activation_checkpoint=None,
-        dump_folder="",
-    )
-    yield SimpleNamespace(
-        config=config,
-        parallel_dims=dims,
-        model_config=spec.model,
-        model_parts=[load_titan(directory)],
-        train_context=dist_utils.get_spmd_context(parallel_dims=dims),
-    )
+    trainer = one_rank(directory)
+    trainer.policy = one_part(load_titan(directory))
+    trainer.model_parts = trainer.policy.parts
+    yield trainer
     dist.destroy_process_group()
     dist_utils.set_spmd_backend(backend)
 
 
 def make_critic(trainer, *, seed=3, total_steps=100, loss=None, **options) -> Critic:
-    policy = trainer.model_parts[0]
-
-    def prepare(micro_batch):
-        positions = micro_batch.positions
-        return micro_batch.input_ids, {
-            "positions": positions,
-            "attention_masks": policy.get_attention_masks(positions),
-        }
-
     options.setdefault("optimizer", OptimizerSection(lr=2e-3))
     return build_critic(
         Critic.Config(**options),
         trainer,
-        prepare=prepare,
+        policy=trainer.policy,
         collectives=Collectives(trainer.parallel_dims, torch.device("cpu")),
         seed=seed,
         total_steps=total_steps,
@@ -129,18 +99,18 @@ class Data:
         return critic.train_step(
             self.micro_batches,
             returns=self.returns if returns is None else returns,
-            old_values=[critic(m) for m in self.micro_batches] if old_values is None else old_values,
+            old_values=critic(self.micro_batches) if old_values is None else old_values,
             num_loss_tokens=self.count,
         )
 
     def error(self, critic):
         """Mean squared error at the trained tokens, in units of reward."""
-        pairs = zip(self.micro_batches, self.returns, strict=True)
-        return sum(float((critic(m) - r)[m.loss_mask].square().sum()) for m, r in pairs) / self.count
+        found = zip(self.micro_batches, critic(self.micro_batches), self.returns, strict=True)
+        return sum(float((v - r)[m.loss_mask].square().sum()) for m, v, r in found) / self.count
 
 
 def weights(critic):
-    return {name: p.full_tensor().clone() for name, p in critic.model.named_parameters()}
+    return {name: p.full_tensor().clone() for name, p in critic.model.parts[0].named_parameters()}
 
 
 # ------------------------------------------------------------------------------------------------- values
@@ -151,7 +121,7 @@ def test_a_value_has_seen_the_tokens_up_to_its_own_and_none_after(trainer):
     (micro_batch, *_) = batches(lengths=(10,))
     changed = micro_batch.input_ids.clone()
     changed[0, 6] += 1
-    before, after = critic(micro_batch), critic(replace(micro_batch, input_ids=changed))
+    before, after = critic([micro_batch, replace(micro_batch, input_ids=changed)])
     assert before.dtype == torch.float32
     assert torch.equal(before[0, :6], after[0, :6])
     assert (before[0, 6:] != after[0, 6:]).all()  # the value after the last token among them
@@ -161,9 +131,8 @@ def test_a_value_has_seen_the_tokens_up_to_its_own_and_none_after(trainer):
 def test_values_stand_at_real_tokens_alone(trainer):
     critic = make_critic(trainer, head_init_std=0.5)
     seen = 0
-    for micro_batch in batches():
+    for micro_batch, values in zip(batches(), critic(batches()), strict=True):
         real = micro_batch.sample_index >= 0
-        values = critic(micro_batch)
         assert values[real].ne(0).all()
         assert values[~real].eq(0).all()
         seen += int((~real).sum())
@@ -171,7 +140,7 @@ def test_values_stand_at_real_tokens_alone(trainer):
 
 
 def test_without_a_deviation_every_value_starts_at_zero(trainer):
-    assert all(make_critic(trainer)(m).eq(0).all() for m in batches())
+    assert all(values.eq(0).all() for values in make_critic(trainer)(batches()))
 
 
 # ------------------------------------------------------------------------------------------------ training
@@ -200,7 +169,7 @@ def test_returns_far_from_zero_are_learnt_with_normalisation_and_not_without(tra
             trainer, normalise_values=normalise, clip_range=0.2, optimizer=OptimizerSection(lr=3e-3)
         )
         for _ in range(60):
-            old = [critic(m) for m in train.micro_batches]
+            old = critic(train.micro_batches)
             critic.observe(train.returns, masks)
             train.step(critic, old_values=old)
         errors.append(train.error(critic) / float(returns.var()))
@@ -211,16 +180,18 @@ def test_returns_far_from_zero_are_learnt_with_normalisation_and_not_without(tra
 def test_a_gradient_of_the_loss_is_that_of_the_formula(trainer):
     critic = make_critic(trainer, head_init_std=0.5, clip_range=0.1)
     data = Data()
-    old = [critic(m) + 0.3 * (m.positions % 3 - 1) for m in data.micro_batches]
+    values = critic(data.micro_batches)
+    old = [v + 0.3 * (m.positions % 3 - 1) for v, m in zip(values, data.micro_batches, strict=True)]
     parts = critic.accumulate(
         data.micro_batches, returns=data.returns, old_values=old, num_loss_tokens=data.count
     )
-    got = {name: p.grad.full_tensor().clone() for name, p in critic.model.named_parameters()}
-    critic.model.zero_grad()
+    (model,) = critic.model.parts
+    got = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+    model.zero_grad()
     total, clipped = torch.zeros(()), 0
     for micro_batch, target, start in zip(data.micro_batches, data.returns, old, strict=True):
         with trainer.train_context():
-            values = critic._values(micro_batch)
+            values = critic.model.forward(micro_batch).states.squeeze(-1)
             near = torch.maximum(torch.minimum(values, start + 0.1), start - 0.1)
             larger = torch.maximum((values - target) ** 2, (near - target) ** 2)
             loss = 0.5 * larger[micro_batch.loss_mask].sum() / data.count
@@ -231,7 +202,7 @@ def test_a_gradient_of_the_loss_is_that_of_the_formula(trainer):
     assert 0 < clipped < data.count
     assert sum(float(p["loss"]) for p in parts) == pytest.approx(float(total), rel=1e-6)
     assert sum(float(p["clip_fraction"]) for p in parts) == pytest.approx(clipped / data.count, rel=1e-6)
-    for name, parameter in critic.model.named_parameters():
+    for name, parameter in model.named_parameters():
         expected = parameter.grad.full_tensor()
         assert (got[name] - expected).norm() <= 1e-5 * expected.norm() + 1e-8
         assert expected.norm() > 1e-6
@@ -308,10 +279,10 @@ def test_metrics_are_means_over_the_trained_tokens_in_units_of_reward(trainer):
     for options in ({}, {"normalise_values": True}):
         critic, data = make_critic(trainer, head_init_std=0.5, **options), Data(scale=3.0, shift=-4.0)
         masks = [m.loss_mask for m in data.micro_batches]
-        old = [critic(m) for m in data.micro_batches]
+        old = critic(data.micro_batches)
         critic.observe(data.returns, masks)
         if options:
-            old = [critic(m) for m in data.micro_batches]
+            old = critic(data.micro_batches)
             critic.observe([], [])  # as at the start of the next iteration, without new returns
         result = data.step(critic, old_values=old)
         values, returns = (
@@ -351,9 +322,9 @@ def test_new_statistics_change_no_value_and_training_goes_on_in_their_units(trai
         other = Data(seed=1, shift=5.0)
         critic.observe(other.returns, [m.loss_mask for m in other.micro_batches])
     masks = [m.loss_mask for m in data.micro_batches]
-    before = [critic(m) for m in data.micro_batches]
+    before = critic(data.micro_batches)
     critic.observe(data.returns, masks)
-    after = [critic(m) for m in data.micro_batches]
+    after = critic(data.micro_batches)
     mean, deviation = float(critic.moments.mean), float(standard_deviation(critic.moments))
     values, moved, returns = (
         torch.cat([x[mask] for x, mask in zip(of, masks, strict=True)]).double()
@@ -373,15 +344,15 @@ def test_new_statistics_change_no_value_and_training_goes_on_in_their_units(trai
 
 
 def test_a_head_that_was_loaded_keeps_its_values_from_the_first_statistics_on(trainer, tmp_path):
-    reward_model = value_sibling(trainer)
+    reward_model = value_sibling(trainer, trainer.policy)
     init_head(reward_model, std=0.5, seed=1)
-    dcp.save(dict(reward_model.state_dict()), checkpoint_id=str(tmp_path / "step-9"))
+    dcp.save(reward_model.state_dict(), checkpoint_id=str(tmp_path / "step-9"))
     critic = make_critic(trainer, initial_load_path=str(tmp_path / "step-9"), normalise_values=True)
     data = Data(scale=7.0, shift=40.0)
-    before = [critic(m) for m in data.micro_batches]
+    before = critic(data.micro_batches)
     critic.observe(data.returns, [m.loss_mask for m in data.micro_batches])
     assert critic.moments.count == data.count
-    for a, b in zip(before, [critic(m) for m in data.micro_batches], strict=True):
+    for a, b in zip(before, critic(data.micro_batches), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=5e-5)
 
 
@@ -416,19 +387,19 @@ def test_without_normalisation_returns_are_not_observed(trainer):
 
 
 def test_it_starts_from_the_policy_or_from_the_checkpoint_that_is_named(trainer, tmp_path):
-    policy = trainer.model_parts[0]
+    (policy,) = trainer.policy.parts
     plain = make_critic(trainer, head_init_std=0.5)
     backbone = {name: p.detach() for name, p in policy.named_parameters() if "lm_head" not in name}
     assert len(backbone) >= 19
     assert all(torch.equal(weights(plain)[name], value) for name, value in backbone.items())
 
-    reward_model = value_sibling(trainer)
+    reward_model = value_sibling(trainer, trainer.policy)
     with torch.no_grad():
         for parameter in reward_model.parameters():
             parameter.add_(0.25)
-    dcp.save(dict(reward_model.state_dict()), checkpoint_id=str(tmp_path / "reward" / "step-9"))
+    dcp.save(reward_model.state_dict(), checkpoint_id=str(tmp_path / "reward" / "step-9"))
     loaded = weights(make_critic(trainer, initial_load_path=str(tmp_path / "reward" / "step-9")))
-    for name, parameter in reward_model.named_parameters():
+    for name, parameter in reward_model.parts[0].named_parameters():
         assert torch.equal(loaded.pop(name), parameter.full_tensor())
     assert loaded.keys() == {"lm_head.bias"}
     assert loaded["lm_head.bias"].eq(0).all()

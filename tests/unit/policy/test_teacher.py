@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torchtitan.config import ParallelismConfig
 
+from tests.unit.titan.trainer_fakes import one_part
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.config.entry import read_checked
 from titan_rl.errors import ConfigError
@@ -37,9 +39,13 @@ def change(directory: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def check(config: Teacher.Config | None, coefficient: float = 1.0) -> None:
+def check(config: Teacher.Config | None, coefficient: float = 1.0, **degrees: int) -> None:
     check_teacher(
-        config, coefficient=coefficient, model=ModelSection(hf_assets_path=str(TINY)), vocab_size=VOCAB
+        config,
+        coefficient=coefficient,
+        model=ModelSection(hf_assets_path=str(TINY)),
+        vocab_size=VOCAB,
+        parallelism=ParallelismConfig(**degrees),
     )
 
 
@@ -58,6 +64,17 @@ def test_a_teacher_without_weights_is_refused(directory):
     for config in (Teacher.Config(), Teacher.Config(hf_assets_path=str(directory))):
         with pytest.raises(ConfigError, match=r"teacher\.initial_load_path must name a checkpoint"):
             check(config)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_vocabulary_that_is_cut_up_or_a_stage_away_cannot_be_compared(directory, axis):
+    config = Teacher.Config(hf_assets_path=str(directory))
+    check(config, context_parallel_degree=2)
+    check(None, 0.0, **{f"{axis}_parallel_degree": 2})
+    with pytest.raises(
+        ConfigError, match=rf"parallelism\.{axis}_parallel_degree must be 1 with a \[teacher\]"
+    ):
+        check(config, **{f"{axis}_parallel_degree": 2})
 
 
 def test_more_rows_are_allowed_with_the_same_tokenizer_and_fewer_never(directory):
@@ -117,7 +134,7 @@ class Model(nn.Module):
         self.embedding, self.lm_head = nn.Embedding(11, width), nn.Linear(width, rows, bias=False)
         self.double()
 
-    def forward(self, tokens):
+    def forward(self, tokens, *, positions):
         return self.embedding(tokens)
 
 
@@ -126,21 +143,17 @@ def test_the_divergence_stands_at_trained_tokens_and_ignores_rows_that_the_polic
     torch.manual_seed(0)
     policy, model = Model(4, 7), Model(5, 9)
     teacher = Teacher(
-        Teacher.Config(divergence=divergence),
-        model=model,
-        vocab_size=7,
-        temperature=0.5,
-        prepare=lambda batch: (batch.input_ids, {}),
+        Teacher.Config(divergence=divergence), model=one_part(model), vocab_size=7, temperature=0.5
     )
     batch = MicroBatch.empty(2, 6)
     batch.input_ids.copy_(torch.randint(11, (2, 6)))
     batch.loss_mask[0, 2:4] = batch.loss_mask[1, 5] = True
-    with teacher.compare(batch) as compare:
-        scores = token_scores(
-            policy, batch, temperature=0.5, prepare=lambda b: (b.input_ids, {}), divergence=compare
-        )
-    p = torch.softmax(policy.lm_head(policy(batch.input_ids)) / 0.5, -1)
-    q = torch.softmax(model.lm_head(model(batch.input_ids))[..., :7] / 0.5, -1)
+    ours = one_part(policy)
+    with teacher.gathered():
+        compare = teacher.compare(batch)
+        scores = token_scores(ours, ours.forward(batch), batch, temperature=0.5, divergence=compare)
+    p = torch.softmax(policy.lm_head(policy.embedding(batch.input_ids)) / 0.5, -1)
+    q = torch.softmax(model.lm_head(model.embedding(batch.input_ids))[..., :7] / 0.5, -1)
     over, under = (p, q) if divergence == "reverse" else (q, p)
     expected = torch.where(batch.loss_mask, (over * (over / under).log()).sum(-1), 0.0)
     torch.testing.assert_close(scores.teacher_kl, expected, rtol=0, atol=1e-12)

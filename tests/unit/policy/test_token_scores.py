@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.titan.trainer_fakes import one_part
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.batching.pack import pack
-from titan_rl.policy.token_scores import LogprobScorer, fsdp_modules, token_scores
+from titan_rl.policy.token_scores import LogprobScorer, token_scores
 from titan_rl.types import Sample
 
 VOCAB, WIDTH, TOLERANCE = 11, 5, 1e-10
@@ -33,8 +34,9 @@ def model() -> Model:
     return Model()
 
 
-def prepare(micro_batch):
-    return micro_batch.input_ids, {"positions": micro_batch.positions}
+def scored(model, batch, **options):
+    sharded = one_part(model)
+    return token_scores(sharded, sharded.forward(batch), batch, **options)
 
 
 def make_batch() -> MicroBatch:
@@ -61,18 +63,18 @@ def test_scores_equal_the_softmax_at_trained_tokens_and_are_zero_elsewhere(model
     batch = make_batch()
     assert batch.loss_mask.any()
     assert (~batch.loss_mask).any()
-    scores = token_scores(model, batch, temperature=temperature, prepare=prepare, with_entropy=True)
+    scores = scored(model, batch, temperature=temperature, with_entropy=True)
     logprobs, entropy = expected_scores(model, batch, temperature)
     torch.testing.assert_close(scores.logprobs, logprobs, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(scores.entropy, entropy, rtol=0, atol=TOLERANCE)
     assert scores.logprobs[~batch.loss_mask].eq(0).all()
-    assert token_scores(model, batch, temperature=temperature, prepare=prepare).entropy is None
+    assert scored(model, batch, temperature=temperature).entropy is None
 
 
 def test_gradients_equal_those_of_the_softmax(model):
     batch = make_batch()
     weights = torch.randn(batch.loss_mask.shape, dtype=torch.float64)
-    scores = token_scores(model, batch, temperature=0.7, prepare=prepare, with_entropy=True)
+    scores = scored(model, batch, temperature=0.7, with_entropy=True)
     got = torch.autograd.grad((scores.logprobs * weights + scores.entropy).sum(), list(model.parameters()))
     logprobs, entropy = expected_scores(model, batch, 0.7)
     expected = torch.autograd.grad((logprobs * weights + entropy).sum(), list(model.parameters()))
@@ -82,7 +84,7 @@ def test_gradients_equal_those_of_the_softmax(model):
 
 
 def test_a_micro_batch_of_nothing_scores_zero_and_gives_gradients_of_zero(model):
-    scores = token_scores(model, MicroBatch.empty(2, 8), temperature=1.0, prepare=prepare)
+    scores = scored(model, MicroBatch.empty(2, 8), temperature=1.0)
     assert scores.logprobs.shape == (2, 8)
     assert scores.logprobs.eq(0).all()
     gradients = torch.autograd.grad(scores.logprobs.sum(), list(model.parameters()))
@@ -90,7 +92,7 @@ def test_a_micro_batch_of_nothing_scores_zero_and_gives_gradients_of_zero(model)
 
 
 def test_the_scorer_gives_the_same_numbers_without_a_graph_inside_the_context(model):
-    batch, inside = make_batch(), []
+    batches, inside = [make_batch(), MicroBatch.empty(1, 8), make_batch()], []
 
     @contextmanager
     def context():
@@ -98,17 +100,16 @@ def test_the_scorer_gives_the_same_numbers_without_a_graph_inside_the_context(mo
         yield
         inside.append(False)
 
-    def prepare_inside(micro_batch):
-        assert inside == [True]
-        return prepare(micro_batch)
+    def forward(tokens, *, positions):
+        assert inside[-1]
+        return Model.forward(model, tokens, positions=positions)
 
-    scorer = LogprobScorer(model, temperature=0.5, prepare=prepare_inside, context=context)
-    logprobs = scorer(batch)
-    expected = token_scores(model, batch, temperature=0.5, prepare=prepare).logprobs
-    assert torch.equal(logprobs, expected.detach())
-    assert not logprobs.requires_grad
-    assert inside == [True, False]
-
-
-def test_a_plain_model_has_no_fsdp_units(model):
-    assert list(fsdp_modules(model)) == []
+    model.forward = forward
+    found = LogprobScorer(one_part(model, context=context), temperature=0.5)(batches)
+    assert inside == [True, False] * 3
+    del model.forward
+    assert len(found) == 3
+    for batch, logprobs in zip(batches, found, strict=True):
+        expected = scored(model, batch, temperature=0.5).logprobs
+        assert torch.equal(logprobs, expected.detach())
+        assert not logprobs.requires_grad

@@ -14,20 +14,38 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import spmd_types as spmd
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import schedules
+from torchtitan import trainer as titan_trainer
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.distributed import fsdp
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims, fsdp
+from torchtitan.distributed.context_parallel import prepare_context_parallel_input
+from torchtitan.distributed.parallel_dims import MeshAxisName
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.distributed.spmd_types import annotate_input_spmd_types
 from torchtitan.distributed.utils import clip_grad_norm_, set_pg_timeouts
 from torchtitan.models import _supported_models, llama3, qwen3
 from torchtitan.models.common import attention
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.decoder_sharding import (
+    colwise_config,
+    dense_activation_placement,
+    dense_param_placement,
+)
 from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.tools import utils
 from torchtitan.trainer import Trainer
 
+from titan_rl.titan import sharded_model
 from titan_rl.titan.attention import CpuDocumentAttention
+from titan_rl.titan.models import no_loss
+from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.titan.symbols import (
     TORCHTITAN_IMPORTS,
     TORCHTITAN_REACHED,
@@ -35,6 +53,7 @@ from titan_rl.titan.symbols import (
     VLLM_REACHED,
     markdown,
 )
+from titan_rl.titan.value_model import ValueHead
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "titan_rl"
@@ -88,7 +107,7 @@ def exists(module_name: str, name: str) -> bool:
                 part in inspect.get_annotations(cls)
                 or re.search(rf"self\.{part}\b[^=\n(]*=", inspect.getsource(cls))
                 for cls in target.__mro__
-                if cls.__module__.startswith(("torchtitan", "vllm"))
+                if cls.__module__.startswith(("torchtitan", "torch.distributed.pipelining", "vllm"))
             )
         if not hasattr(target, part):
             return hasattr(target, "__path__") and find_spec(f"{module_name}.{name}") is not None
@@ -341,22 +360,88 @@ def test_the_decoder_without_its_head_returns_hidden_states():
     assert torch.equal(model.lm_head(model(tokens)), head)
 
 
-def test_the_trainer_prepares_inputs_as_ours_expects():
+def test_a_sharded_model_prepares_a_micro_batch_as_the_trainer_does(monkeypatch):
+    """Masks, then this rank's slice of the rows, then annotations, all with the trainer's arguments."""
     assert parameters(Trainer.post_dataloading_process) == ["self", "input_dict", "labels"]
-    fake = SimpleNamespace(
-        model_config=None,
-        parallel_dims=SimpleNamespace(cp_enabled=False),
-        config=SimpleNamespace(parallelism=SimpleNamespace(spmd_backend="partial_dtensor")),
-        ntokens_seen=10,
+    assert parameters(prepare_context_parallel_input) == [
+        "inputs",
+        "labels",
+        "extra_kwargs",
+        "cp_mesh",
+        "device",
+        "load_balancer_type",
+        "ptrr_mask_key",
+    ]
+    assert parameters(annotate_input_spmd_types) == ["parallel_dims", "inputs", "labels", "extra_kwargs"]
+    asked = []
+
+    def slice_(*arguments):
+        asked.append(("slice", *arguments[3:]))
+        return arguments[0][:, ::2], arguments[1][:, ::2], arguments[2] | {"sliced": True}
+
+    def annotate(dims, *arguments):
+        asked.append(("annotate", dims))
+        return arguments
+
+    for module in (titan_trainer, sharded_model):
+        monkeypatch.setattr(module, "prepare_context_parallel_input", slice_)
+        monkeypatch.setattr(module, "annotate_input_spmd_types", annotate)
+    trainer, rows = (
+        _trainer_of_a_decoder(),
+        SimpleNamespace(input_ids=torch.arange(6).view(1, 6), positions=torch.tensor([[0, 1, 2, 0, 1, 2]])),
     )
-    tokens, positions = torch.ones(2, 3), torch.zeros(2, 3)
-    inputs, labels, kwargs = Trainer.post_dataloading_process(
-        fake, {"input": tokens, "positions": positions}, tokens
+    places = torch.arange(6).view(1, 6)
+    mesh = trainer.parallel_dims.get_mesh("cp")
+    theirs = Trainer.post_dataloading_process(
+        trainer, {"input": rows.input_ids, "positions": rows.positions}, places
     )
-    assert inputs is tokens
-    assert labels is tokens
-    assert kwargs == {"positions": positions}
-    assert fake.ntokens_seen == 16  # which is why ours restores the count
+    inputs, kwargs, index = ShardedModel(trainer, trainer.model_parts, trainer.model_config).prepare(rows)
+    assert torch.equal(inputs, theirs[0])
+    assert torch.equal(index, theirs[1])
+    assert kwargs == theirs[2] == {"positions": rows.positions, "attention_masks": "masks", "sliced": True}
+    assert (
+        asked[:2]
+        == asked[2:]
+        == [
+            ("slice", mesh, trainer.device, "headtail", "a key"),
+            ("annotate", trainer.parallel_dims),
+        ]
+    )
+
+
+def _trainer_of_a_decoder():
+    """What both read of a trainer under context parallelism."""
+    decoder = SimpleNamespace(lm_head=None, get_attention_masks=lambda positions: "masks")
+    config = Decoder.Config.__new__(Decoder.Config)
+    config.layers = [
+        SimpleNamespace(attention=SimpleNamespace(inner_attention=FlexAttention.Config()), is_moe=False)
+    ]
+    mesh = SimpleNamespace(get_group=lambda: None)
+    return SimpleNamespace(
+        model_config=config,
+        model_parts=[decoder],
+        parallel_dims=SimpleNamespace(
+            cp_enabled=True,
+            get_mesh=lambda name: mesh,
+            get_optional_mesh=lambda name: mesh if name == "cp" else None,
+        ),
+        config=SimpleNamespace(
+            parallelism=ParallelismConfig(context_parallel_ptrr_mask_key="a key"), training=TrainingConfig()
+        ),
+        device=torch.device("cpu"),
+        train_context=None,
+        ntokens_seen=0,
+    )
+
+
+def test_an_axis_of_one_rank_has_no_mesh_and_degrees_are_known(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        dims = ParallelDims.from_config(ParallelismConfig(), 1)
+        assert [dims.get_optional_mesh(axis) for axis in ("pp", "tp", "cp")] == [None] * 3
+        assert (dims.pp, dims.tp, dims.cp, dims.pp_enabled, dims.ep_enabled) == (1, 1, 1, False, False)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_checkpointer_reads_its_states_when_it_saves_and_loads():
@@ -372,12 +457,70 @@ def test_the_checkpointer_reads_its_states_when_it_saves_and_loads():
 def test_functions_that_are_called_take_the_arguments_that_are_given():
     assert parameters(set_pg_timeouts) == ["timeout", "parallel_dims"]
     assert parameters(clip_grad_norm_)[:2] == ["parameters", "max_norm"]
-    assert "foreach" in parameters(clip_grad_norm_)
+    assert {"foreach", "pp_mesh", "ep_enabled"} <= set(parameters(clip_grad_norm_))
     wanted = ["model", "parallel_dims", "training", "parallelism"]
-    wanted += ["compile_config", "ac_config", "dump_folder"]  # as build_sibling gives them
+    wanted += ["compile_config", "ac_config", "dump_folder"]  # as build_sharded gives them
     assert parameters(llama3.parallelize_llama) == wanted
     assert set(wanted) < set(parameters(qwen3.parallelize_qwen3))
     assert inspect.signature(qwen3.parallelize_qwen3).parameters["skip_dp"].default is False
+    split = ["device", "model_config", "parallelize_fn", "loss_fn"]
+    assert set(parameters(pipeline_llm)) == {"model", *wanted[1:], *split}
+    for registry in (llama3.model_registry, qwen3.model_registry):
+        assert registry("debugmodel", attn_backend="flex").pipelining_fn is pipeline_llm
+
+
+# ------------------------------------------------------------------------------------------------ pipelines
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"])
+def test_a_schedule_reads_its_loss_at_each_step_and_has_a_fixed_number_of_micro_batches(name):
+    schedule_class = schedules.get_schedule_class(name)
+    asked = ["arg_mbs", "kwarg_mbs", "target_mbs", "losses", "return_outputs"]
+    assert set(asked) <= set(parameters(schedule_class.step))
+    schedule = schedule_class.__new__(schedule_class)
+    schedules._PipelineSchedule.__init__(schedule, 3, no_loss)
+    assert schedule._n_microbatches == 3
+    assert schedule._has_backward  # which a schedule without a loss has not, whatever it is given later
+    schedule._loss_fn = lambda output, target: (output, target)
+    schedule._internal_losses = []
+    assert schedule._compute_loss("states", "number") == ("states", "number")
+    schedule._maybe_compute_loss(SimpleNamespace(is_last=True), "states", ["number 0", "number 1"], 1)
+    assert schedule._internal_losses == [("states", "number 1")]
+
+
+def test_the_trainer_has_a_schedule_only_with_a_pipeline():
+    source = inspect.getsource(Trainer.__init__)
+    assert source.count("self.pp_schedule,") == 2  # from pipelining_fn, and to the validator with a pipeline
+    assert "pp_schedule" in inspect.get_annotations(Trainer) or not hasattr(Trainer, "pp_schedule")
+
+
+# ------------------------------------------------------------------------------------- layouts of a head
+
+
+def test_a_layout_says_how_each_axis_holds_a_tensor():
+    data, context, tensor = MeshAxisName.DP, MeshAxisName.CP, MeshAxisName.TP
+    weight = dense_param_placement(tp=spmd.I).per_axis_spmd_types()
+    assert weight == {data: spmd.R, context: spmd.R, tensor: spmd.I}
+    states = dense_activation_placement(tp=spmd.R).per_axis_spmd_types()
+    assert states == {data: spmd.S(0), context: spmd.S(1), tensor: spmd.R}
+
+
+def test_a_module_is_parallelised_by_the_configuration_that_it_holds_then():
+    wanted = {"state_shardings", "in_src_shardings", "in_dst_shardings", "out_src_shardings"}
+    assert wanted <= {field.name for field in fields(ShardingConfig)}
+    assert parameters(Module.parallelize) == ["self", "parallel_dims"]
+    head = ValueHead.Config(
+        in_features=3, out_features=1, bias=True, param_init={}, sharding_config=colwise_config()
+    ).build()
+    assert head._sharding_config.state_shardings["weight"].per_axis_spmd_types()[MeshAxisName.TP] == spmd.S(0)
+    reached = []
+    head._distribute_states = lambda dims: reached.append(head._sharding_config)
+    head._maybe_wrap_with_local_region = lambda forward, dims: forward
+    head.parallelize(SimpleNamespace(spmd_backend="partial_dtensor"))
+    (config,) = reached
+    for name in ("weight", "bias"):
+        assert config.state_shardings[name].per_axis_spmd_types()[MeshAxisName.TP] == spmd.I
+    assert config.out_src_shardings.per_axis_spmd_types()[MeshAxisName.TP] == spmd.I
 
 
 def test_the_trainer_has_the_hooks_that_ours_overrides():

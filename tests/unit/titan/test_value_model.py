@@ -7,15 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from tests.unit.titan.tiny_models import load_titan, make_peer, tokens
+from tests.unit.titan.trainer_fakes import one_part, one_rank
 from titan_rl.errors import ConfigError
+from titan_rl.policy.reward_scorer import token_values
 from titan_rl.titan import device
-from titan_rl.titan.attention import use_cpu_attention
 from titan_rl.titan.hf_config import spec_from_hf
 from titan_rl.titan.value_model import (
     HEAD,
@@ -24,7 +23,6 @@ from titan_rl.titan.value_model import (
     init_head,
     load_value_checkpoint,
     rescale_head,
-    token_values,
     value_config,
     value_spec,
 )
@@ -35,7 +33,7 @@ MODELS = [("llama", False), ("llama", True), ("qwen3", False), ("qwen3", True)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
+def process_group(tmp_path_factory):
     """A process group of this process alone, for FSDP."""
     backend = dist_utils.get_spmd_backend()
     store = tmp_path_factory.mktemp("store") / "store"
@@ -46,31 +44,16 @@ def one_rank(tmp_path_factory):
 
 
 def build(directory: Path, *, ac_config=None, head_bias=False, **training):
-    parallelism = ParallelismConfig()
-    dims = ParallelDims.from_config(parallelism, 1)
-    dist_utils.set_spmd_backend(parallelism.spmd_backend)
-    spec = spec_from_hf(directory)
-    use_cpu_attention(spec.model)
-    spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
-    model = build_value_model(
-        spec,
-        spec.model,
-        parallel_dims=dims,
-        training=TrainingConfig(**({"mixed_precision_param": "float32"} | training)),
-        parallelism=parallelism,
-        compile_config=CompileConfig(enable=False),
-        ac_config=ac_config,
-        head_bias=head_bias,
-    )
-    return model, dist_utils.get_spmd_context(parallel_dims=dims)
+    trainer = one_rank(directory, **training)
+    spec, config = trainer.config.model_spec, trainer.model_config
+    model = build_value_model(trainer, spec, config, ac_config=ac_config, head_bias=head_bias)
+    return model, trainer.train_context
 
 
-def values_of(model, context, ids, *, positions=None):
-    positions = torch.arange(ids.shape[1]).expand_as(ids).contiguous() if positions is None else positions
+def values_of(model, context, ids):
+    positions = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
     with context():
-        return token_values(
-            model, ids, positions=positions, attention_masks=model.get_attention_masks(positions)
-        )
+        return token_values(model, model.forward(SimpleNamespace(input_ids=ids, positions=positions)))
 
 
 def hidden_states(policy, ids):
@@ -85,10 +68,10 @@ def test_values_are_the_policys_last_hidden_states_times_the_head(tmp_path, kind
     make_peer(kind, tie_word_embeddings=tied).save_pretrained(tmp_path)
     policy = load_titan(tmp_path)
     model, context = build(tmp_path)
-    copy_backbone(policy, model)
+    copy_backbone(one_part(policy), model)
     init_head(model, std=0.5, seed=3)
     ids = tokens(40)
-    head = model.lm_head.weight.full_tensor()
+    head = model.head.weight.full_tensor()
     expected = (hidden_states(policy, ids) @ head.T).squeeze(-1)
     values = values_of(model, context, ids)
     assert head.shape == (1, 48)
@@ -120,14 +103,11 @@ def test_training_the_value_model_leaves_the_policy_alone_and_reaches_every_weig
     policy = load_titan(tmp_path)
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     model, context = build(tmp_path, ac_config=FullAC.Config())
-    copy_backbone(policy, model)
+    copy_backbone(one_part(policy), model)
     init_head(model, std=0.5, seed=3)
     ids = tokens(30)
-    positions = torch.arange(30).expand_as(ids).contiguous()
-    with context():
-        masks = model.get_attention_masks(positions)
-        token_values(model, ids, positions=positions, attention_masks=masks).square().mean().backward()
-    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    values_of(model, context, ids).square().mean().backward()
+    gradients = {name: p.grad.full_tensor() for name, p in model.parts[0].named_parameters()}
     assert len(gradients) == 25
     assert all(gradient.norm() > 1e-6 for gradient in gradients.values())
     torch.optim.SGD(model.parameters(), lr=1.0).step()
@@ -139,12 +119,9 @@ def test_activation_checkpointing_changes_no_gradient(tmp_path):
     policy, ids, found = load_titan(tmp_path), tokens(30), []
     for ac_config in (None, FullAC.Config()):
         model, context = build(tmp_path, ac_config=ac_config)
-        copy_backbone(policy, model)
+        copy_backbone(one_part(policy), model)
         init_head(model, std=0.5, seed=3)
-        with context():
-            positions = torch.arange(30).expand_as(ids).contiguous()
-            masks = model.get_attention_masks(positions)
-            token_values(model, ids, positions=positions, attention_masks=masks).sum().backward()
+        values_of(model, context, ids).sum().backward()
         found.append([p.grad.full_tensor() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -166,15 +143,15 @@ def test_a_head_depends_on_its_seed_alone_and_a_deviation_of_zero_makes_zeros(tm
     model, _ = build(tmp_path)
     torch.manual_seed(1)
     init_head(model, std=0.1, seed=5)
-    first = model.lm_head.weight.full_tensor().clone()
+    first = model.head.weight.full_tensor().clone()
     init_head(model, std=0.1, seed=6)
-    assert not torch.equal(first, model.lm_head.weight.full_tensor())
+    assert not torch.equal(first, model.head.weight.full_tensor())
     torch.manual_seed(2)
     init_head(model, std=0.1, seed=5)
-    assert torch.equal(first, model.lm_head.weight.full_tensor())
+    assert torch.equal(first, model.head.weight.full_tensor())
     assert 0.09 < first.std() < 0.11
     init_head(model, std=0.0, seed=5)
-    assert model.lm_head.weight.full_tensor().eq(0).all()
+    assert model.head.weight.full_tensor().eq(0).all()
 
 
 def test_a_rescaled_head_gives_the_same_values_on_another_scale(tmp_path):
@@ -195,26 +172,19 @@ def test_a_bias_that_the_checkpoint_lacks_stays(tmp_path):
     make_peer("llama").save_pretrained(tmp_path / "model")
     source, _ = build(tmp_path / "model")
     init_head(source, std=0.5, seed=3)
-    dcp.save(dict(source.state_dict()), checkpoint_id=str(tmp_path / "step-7"))
+    dcp.save(source.state_dict(), checkpoint_id=str(tmp_path / "step-7"))
     target, _ = build(tmp_path / "model", head_bias=True)
     rescale_head(target, factor=1.0, shift=2.0)
     assert load_value_checkpoint(target, str(tmp_path / "step-7"))
-    assert target.lm_head.bias.full_tensor().item() == 2.0
-    assert torch.equal(target.lm_head.weight.full_tensor(), source.lm_head.weight.full_tensor())
-
-
-def test_a_bias_under_tensor_parallelism_is_refused(tmp_path):
-    make_peer("llama").save_pretrained(tmp_path)
-    head = value_config(spec_from_hf(tmp_path).model, head_bias=True).lm_head.build()
-    with pytest.raises(ConfigError, match=r"parallelism\.tensor_parallel_degree must be 1"):
-        head.parallelize(SimpleNamespace(tp_enabled=True, tp=2))
+    assert target.head.bias.full_tensor().item() == 2.0
+    assert torch.equal(target.head.weight.full_tensor(), source.head.weight.full_tensor())
 
 
 def test_a_checkpoint_of_a_value_model_comes_back_with_its_head(tmp_path):
     make_peer("llama").save_pretrained(tmp_path / "model")
     source, context = build(tmp_path / "model")
     init_head(source, std=0.5, seed=3)
-    dcp.save(dict(source.state_dict()), checkpoint_id=str(tmp_path / "step-7"))
+    dcp.save(source.state_dict(), checkpoint_id=str(tmp_path / "step-7"))
     target, _ = build(tmp_path / "model")
     assert load_value_checkpoint(target, str(tmp_path / "step-7"))
     with torch.no_grad():
@@ -230,9 +200,9 @@ def test_of_a_language_models_checkpoint_everything_but_the_head_is_taken(tmp_pa
     dcp.save(dict(policy.state_dict()), checkpoint_id=str(tmp_path / "step-7"))
     target, context = build(tmp_path / "model")
     init_head(target, std=0.5, seed=3)
-    head = target.lm_head.weight.full_tensor().clone()
+    head = target.head.weight.full_tensor().clone()
     assert not load_value_checkpoint(target, str(tmp_path / "step-7"))
-    assert torch.equal(target.lm_head.weight.full_tensor(), head)
+    assert torch.equal(target.head.weight.full_tensor(), head)
     ids = tokens(20)
     with torch.no_grad():
         got = values_of(target, context, ids)
@@ -246,21 +216,7 @@ def test_what_is_no_checkpoint_of_this_architecture_is_refused_by_its_key(tmp_pa
     target, _ = build(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"critic\.initial_load_path must be a TorchTitan checkpoint"):
         load_value_checkpoint(target, str(tmp_path / "nothing"), where="critic.initial_load_path")
-    dcp.save(dict(build(tmp_path / "other")[0].state_dict()), checkpoint_id=str(tmp_path / "step-7"))
+    dcp.save(build(tmp_path / "other")[0].state_dict(), checkpoint_id=str(tmp_path / "step-7"))
     with pytest.raises(ConfigError, match="Size mismatch"):
         load_value_checkpoint(target, str(tmp_path / "step-7"))
     assert HEAD in target.state_dict()
-
-
-def test_a_pipeline_is_refused(tmp_path):
-    make_peer("llama").save_pretrained(tmp_path)
-    spec = spec_from_hf(tmp_path)
-    with pytest.raises(ConfigError, match=r"parallelism\.pipeline_parallel_degree must be 1"):
-        build_value_model(
-            spec,
-            spec.model,
-            parallel_dims=SimpleNamespace(pp_enabled=True, pp=2),
-            training=TrainingConfig(),
-            parallelism=None,
-            compile_config=None,
-        )

@@ -15,11 +15,11 @@ from tests.unit.titan.tiny_models import build_titan, load_titan, make_peer
 from titan_rl.errors import ConfigError
 from titan_rl.titan import weights
 from titan_rl.titan.hf_config import hf_from_spec, read_hf_config, spec_from_hf
+from titan_rl.titan.state import iterate_state
 from titan_rl.titan.weights import (
     WeightStream,
     export_hf,
     has_hf_weights,
-    iterate_state,
     load_hf,
     write_assets,
 )

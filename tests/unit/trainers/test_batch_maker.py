@@ -2,14 +2,15 @@
 
 import logging
 import math
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torchtitan.config import ParallelismConfig
 
 from tests.unit.rollout.rollout_fakes import make_rollout
+from tests.unit.titan.trainer_fakes import one_part
 from tests.unit.trainers.credit_fakes import Alone, advantages_of, by_rollout, make_groups, on_ranks
 from titan_rl.algorithms.advantages import GAE, GreedyBaseline, GroupNormalized, Returns
 from titan_rl.algorithms.aggregations import SampleMeanOfTokenMeans
@@ -37,7 +38,7 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(6, 32, bias=False)
         self.lm_head.weight.data = torch.randn(32, 6, generator=generator)
 
-    def forward(self, tokens):
+    def forward(self, tokens, *, positions):
         return self.states[tokens]
 
 
@@ -63,8 +64,8 @@ class Critic:
     def __init__(self):
         self.observed = None
 
-    def __call__(self, micro_batch):
-        return torch.where(micro_batch.sample_index >= 0, micro_batch.positions.float(), 0.0)
+    def __call__(self, micro_batches):
+        return [torch.where(m.sample_index >= 0, m.positions.float(), 0.0) for m in micro_batches]
 
     def observe(self, returns, masks):
         self.observed = list(zip(returns, masks, strict=True))
@@ -84,11 +85,12 @@ def make_trainer(advantage=None, *, loss=None, shaping=None, collectives=None, *
             algorithm=algorithm,
             batching=BatchingSection(**sections),
             training=SimpleNamespace(seq_len=24, local_batch_size=2),
+            parallelism=ParallelismConfig(),
         ),
         advantage=advantage,
         loss_fn=loss_fn,
         needs=needs,
-        policy=Model(0),
+        policy=one_part(Model(0)),
         critic=Critic() if needs.critic else None,
         collectives=collectives or Alone(),
         state=SimpleNamespace(dropped_groups=0, mean_mismatch=math.inf),
@@ -96,8 +98,6 @@ def make_trainer(advantage=None, *, loss=None, shaping=None, collectives=None, *
         checkpointer=SimpleNamespace(maybe_wait_for_staging=lambda: None),
         report=Report(),
         device=torch.device("cpu"),
-        prepare_inputs=lambda micro_batch: (micro_batch.input_ids, {}),
-        train_context=nullcontext,
     )
 
 
@@ -112,14 +112,13 @@ def k1(coefficient=0.3):
 @pytest.fixture(autouse=True)
 def reference(monkeypatch):
     """The frozen copy is a model of other weights, so that it can be told from the policy."""
-    model = Model(1)
+    model = one_part(Model(1))
     monkeypatch.setattr(initial_weights, "frozen_copy", lambda trainer, *, offload_to_cpu: model)
     return model
 
 
 def score(model, micro_batch):
-    prepare = make_trainer().prepare_inputs
-    return LogprobScorer(model, temperature=1.0, prepare=prepare, context=nullcontext)(micro_batch)
+    return LogprobScorer(model, temperature=1.0)([micro_batch])[0]
 
 
 # --------------------------------------------------------------------------- what is trained and what counts

@@ -37,7 +37,10 @@ def check(*overrides, recipe="tiny_dpo", world_size=1, opens_data=False):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--parallelism.tensor_parallel_degree", "2"], r"tensor_parallel_degree must be 1 here"),
+        (
+            ["--parallelism.tensor_parallel_degree", "2"],
+            r"tensor_parallel_degree must divide the 1 rank\(s\)",
+        ),
         (["--training.global_batch_size", "8"], r"global_batch_size must not be set.*preferences_per_step"),
         (["--parallelism.data_parallel_shard_degree", "2"], r"make 1 rank\(s\)"),
         (["--training.enable_cpu_offload", "true"], r"enable_cpu_offload must be false on a CPU"),

@@ -1,0 +1,175 @@
+"""Steps of some algorithms under every parallel layout of a world size.
+
+``torchrun ... parallel_worker.py DIRECTORY``; rank 0 writes ``parallel<N>.safetensors`` and ``.json``, which
+test_parallel_layouts.py compares with one rank. A launch runs all layouts of its world size, because imports
+cost more than the layouts.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from tests.distributed.algorithms_worker import Setup, Step
+from titan_rl.batching.micro_batch import MicroBatch
+from titan_rl.policy.token_scores import LogprobScorer
+from titan_rl.titan import device
+from titan_rl.titan.sharded_model import Hidden, ShardedModel
+from titan_rl.trainers.optimization import StepBatch
+
+NAMES = ("grpo", "gspo", "ppo")
+TP, CP, PP = "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"
+SHARD, REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
+# Context parallelism cuts rows at blocks of 128 tokens. A schedule of two micro-batches of one row is run
+# several times for a step, filled up with an empty row.
+LONG, PIPELINE = {"seq_len": 256}, {"seq_len": 32, "rows": 2}
+INTERLEAVED = PIPELINE | {"pipeline_parallel_schedule": "Interleaved1F1B"}
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "fsdp2": {SHARD: 2},
+        "hsdp2": {REPLICATE: 2},
+        "tp2": {TP: 2},
+        "tp2_without_sequence_parallel": {TP: 2, "enable_sequence_parallel": False},
+        "cp2": {CP: 2} | LONG,
+        "pp2": {PP: 2} | PIPELINE,
+        "pp2_interleaved": {PP: 2} | INTERLEAVED,
+    },
+    4: {
+        "fsdp4": {SHARD: 4},
+        "hsdp2_fsdp2": {REPLICATE: 2, SHARD: 2},
+        "tp2_fsdp2": {TP: 2, SHARD: 2},
+        "pp2_fsdp2": {PP: 2, SHARD: 2} | PIPELINE,
+        "tp2_cp2": {TP: 2, CP: 2} | LONG,
+        "pp2_tp2": {PP: 2, TP: 2} | PIPELINE,
+        "pp2_cp2": {PP: 2, CP: 2, "rows": 2} | LONG,
+    },
+    8: {
+        "pp2_tp2_fsdp2": {PP: 2, TP: 2, SHARD: 2} | PIPELINE,
+        "tp2_cp2_fsdp2": {TP: 2, CP: 2, SHARD: 2} | LONG,
+    },
+}
+FAULTS = {
+    "fsdp2": "mean_per_micro_batch",
+    "tp2": "no_vocabulary_reduction",
+    "cp2": "count_of_the_slice",
+    "pp2": "mean_over_micro_batches",
+}
+
+
+@contextmanager
+def no_vocabulary_reduction(setup: Setup) -> Iterator[None]:
+    """Planted fault: every tensor-parallel rank takes its part of the vocabulary for the whole."""
+    vocabulary: Any = setup.rank.policy.vocabulary
+    vocabulary.sum = lambda values: values
+    try:
+        yield
+    finally:
+        del vocabulary.sum
+
+
+@contextmanager
+def mean_over_micro_batches(setup: Setup) -> Iterator[None]:
+    """Planted fault: the schedule divides gradients by its number of micro-batches."""
+    schedule: Any = setup.rank.policy._pipeline._schedule
+    schedule.scale_grads = True
+    try:
+        yield
+    finally:
+        schedule.scale_grads = False
+
+
+def count_of_the_slice(setup: Setup, batch: StepBatch) -> StepBatch:
+    """Planted fault: a context-parallel rank divides by the tokens of its own slice of the rows."""
+    model = setup.rank.policy
+    counts: list[int] = []
+
+    def count(number: int, hidden: Hidden) -> torch.Tensor:
+        counts.append(int(hidden.local(batch.micro_batches[number].loss_mask).sum()))
+        return torch.zeros(1)
+
+    model.scores(batch.micro_batches, count)
+    return dataclasses.replace(batch, num_loss_tokens=sum(counts))
+
+
+def faulty(setup: Setup, fault: str, batch: StepBatch) -> Step:
+    """A step of GRPO under a planted fault."""
+    if fault == "mean_per_micro_batch":
+        return setup.mean_per_micro_batch("grpo", batch)
+    if fault == "count_of_the_slice":
+        return setup.step("grpo", count_of_the_slice(setup, batch))
+    plant = no_vocabulary_reduction if fault == "no_vocabulary_reduction" else mean_over_micro_batches
+    with plant(setup):
+        return setup.step("grpo", batch)
+
+
+def leaking_step(setup: Setup, batch: StepBatch) -> Step:
+    """A step of GRPO in which attention does not keep to its document."""
+    model = setup.rank.policy
+    if setup.rank.config.parallelism.context_parallel_degree == 1:
+        return setup.leaking("grpo", batch)
+
+    def prepare(rows: MicroBatch) -> Any:
+        row = torch.arange(rows.positions.shape[1]).repeat(rows.positions.shape[0], 1)
+        _, kwargs, _ = ShardedModel.prepare(model, dataclasses.replace(rows, positions=row))
+        inputs, right, index = ShardedModel.prepare(model, rows)
+        return inputs, right | {"attention_masks": kwargs["attention_masks"]}, index
+
+    model.prepare = prepare
+    try:
+        return setup.step("grpo", batch)
+    finally:
+        del model.prepare
+
+
+def alternating(setup: Setup, batch: StepBatch) -> list[Step]:
+    """Score and train in turns."""
+    scorer = LogprobScorer(setup.rank.policy, temperature=1.0)
+    steps = []
+    for _ in range(5):
+        scorer(batch.micro_batches[:1])  # less than a schedule's worth
+        scorer(batch.micro_batches)
+        steps.append(setup.step("grpo", batch))
+    return steps
+
+
+def run(directory: Path) -> None:
+    """All layouts of this world size; rank 0 writes."""
+    world_size = dist.get_world_size()
+    tensors: dict[str, torch.Tensor] = {}
+    rest: dict[str, Any] = {}
+
+    def keep(case: str, step: Step) -> None:
+        tensors.update({f"{case}/{key}": value for key, value in step.gradients.items()})
+        rest[case] = {"loss": step.loss, "metrics": step.metrics}
+
+    for layout, options in LAYOUTS[world_size].items():
+        setup = Setup(directory, **options)
+        batches = {name: setup.batch(name, "packed") for name in NAMES}
+        for name, batch in batches.items():
+            keep(f"{layout}/{name}", setup.step(name, batch))
+        rest[f"{layout}/micro_batches"] = len(batches["grpo"].micro_batches)
+        if layout in FAULTS:
+            keep(f"{layout}/fault", faulty(setup, FAULTS[layout], batches["grpo"]))
+            keep(f"{layout}/leaking", leaking_step(setup, batches["grpo"]))
+            keep(f"{layout}/again", setup.step("grpo", batches["grpo"]))
+        if layout.startswith("pp2") and world_size == 2:
+            for number, step in enumerate(alternating(setup, batches["grpo"])):
+                keep(f"{layout}/alternating{number}", step)
+    if dist.get_rank() == 0:
+        stem = directory / f"parallel{world_size}"
+        save_file({key: value.contiguous() for key, value in tensors.items()}, f"{stem}.safetensors")
+        Path(f"{stem}.json").write_text(json.dumps(rest))
+
+
+if __name__ == "__main__":
+    device.install()
+    dist.init_process_group("gloo")
+    run(Path(sys.argv[1]))
+    dist.destroy_process_group()
