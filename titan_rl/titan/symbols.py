@@ -96,6 +96,9 @@ TORCHTITAN_IMPORTS = {
         "attention": "Module in which masks are made without a compiler on a CPU.",
         "decoder": "Module whose decoder gets document spans for masks on a CPU.",
     },
+    "torchtitan.models.deepseek_v3": {
+        "MTPDecoder": "The local generator runs it where it has no layers for further tokens.",
+    },
     "torchtitan.models.llama3.model": {
         "Llama3Model": "The Llama model.",
         "Llama3TransformerBlock": "A Llama layer.",
