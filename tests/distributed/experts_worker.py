@@ -5,6 +5,7 @@ test_experts_layouts.py launches it, and computes the same on one rank in its ow
 
 import json
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.distributed.algorithms_worker import LONGEST, Setup, Step, preset_of
 from tests.distributed.fsdp_worker import TEMPERATURE, VOCAB, Rank, build
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.titan import device
+from titan_rl.titan.experts import GlooTokenDispatcher
+from titan_rl.titan.init import copy_full
 from titan_rl.titan.models import ModelSection, build_spec
 from titan_rl.titan.sections import OptimizerSection, optimizer_from_section
 from titan_rl.titan.sharded_model import ShardedModel
@@ -92,6 +94,14 @@ def deepseek() -> Any:
     return spec
 
 
+def _drawn(name: str, shape: torch.Size) -> torch.Tensor:
+    """Random values that belong to a name: a stage of a pipeline cannot draw those of the whole model."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    if "norm" in name:
+        return 0.5 + torch.rand(shape, generator=generator)
+    return 0.05 * torch.randn(shape, generator=generator)
+
+
 class ExpertsSetup(Setup):
     """A policy with experts, a reference, a critic, and steps of any algorithm."""
 
@@ -100,17 +110,18 @@ class ExpertsSetup(Setup):
         super().__init__(directory, **options)
 
     def load(self, directory: Path, options: dict[str, Any]) -> Rank:
-        """Qwen3 from its directory; DeepSeek random, alike on any number of ranks, with biases."""
+        """Qwen3 from its directory; DeepSeek random, alike in every layout, with biases."""
         if self.name == "qwen3_moe":
             rank = build(directory / "model", **options)
             load_hf(rank.policy, rank.adapter, str(directory / "model"))
         else:
             rank = build(deepseek(), **options)
             for part in rank.policy.parts:
+                for name, parameter in part.named_parameters():
+                    copy_full(parameter, _drawn(name, parameter.shape))
                 for name, bias in part.named_buffers():
                     if name.endswith(BIAS):
-                        generator = torch.Generator().manual_seed(int(name.split(".")[1]))
-                        bias.copy_(0.05 * torch.randn(bias.shape, generator=generator))
+                        bias.copy_(_drawn(name, bias.shape))
         rank.policy.watch_routers()
         return rank
 
@@ -159,21 +170,19 @@ def biases(model: ShardedModel) -> dict[str, list[float]]:
 @contextmanager
 def tokens_lost() -> Iterator[None]:
     """Planted fault: what the experts of other ranks computed does not come back."""
-    original = AllToAllTokenDispatcher._combine_token_exchange
+    original = GlooTokenDispatcher._combine_token_exchange
 
-    def combine(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        out = original(self, *args, **kwargs)
-        splits = args[2] if len(args) > 2 else kwargs["input_splits"]
+    def combine(self: Any, rows: Any, group: Any, received: list[int], sent: list[int]) -> torch.Tensor:
+        out, rank = original(self, rows, group, received, sent), dist.get_rank(group)
         keep = torch.zeros(len(out), 1)
-        rank = self.ep_mesh.get_local_rank()
-        keep[sum(splits[:rank]) : sum(splits[: rank + 1])] = 1.0
+        keep[sum(received[:rank]) : sum(received[: rank + 1])] = 1.0
         return out * keep
 
-    AllToAllTokenDispatcher._combine_token_exchange = combine
+    GlooTokenDispatcher._combine_token_exchange = combine
     try:
         yield
     finally:
-        AllToAllTokenDispatcher._combine_token_exchange = original
+        GlooTokenDispatcher._combine_token_exchange = original
 
 
 def compute(setup: ExpertsSetup) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -74,6 +75,7 @@ def without_models(spec: Any, *, rows: int = 8, seq_len: int = 2048, **parallel:
         parallel: ``[parallelism]``.
     """
     parallelism = ParallelismConfig(**parallel)
+    _clear_sharding_prop_cache()  # it gives equal meshes of earlier layouts, which FSDP takes for others
     dims = parallel_dims(*sorted(item for item in parallel.items() if item[0].endswith("_degree")))
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
     use_cpu_attention(spec.model, per_document=parallelism.context_parallel_degree == 1)

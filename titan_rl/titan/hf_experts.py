@@ -85,7 +85,7 @@ def moe_from_hf(hf: dict[str, Any]) -> MoE.Config:
         hf: As for :func:`has_experts`, checked.
     """
     normal = partial(nn.init.normal_, std=float(hf.get("initializer_range", 0.02)))
-    sizes: dict[str, int] = {
+    sizes: dict[str, Any] = {
         "dim": hf["hidden_size"],
         "num_experts": hf["num_experts"],
         "top_k": hf["num_experts_per_tok"],

@@ -354,7 +354,6 @@ class ShardedModel:
             This rank's tokens, the model's keyword arguments, and the tokens' places in their rows.
         """
         inputs, positions = rows.input_ids, rows.positions
-        is_real = rows.sample_index >= 0
         index = torch.arange(inputs.shape[1], device=inputs.device).repeat(inputs.shape[0], 1)
         kwargs: dict[str, Any] = {"positions": positions}
         attention = getattr(self._config.first_attention, "inner_attention", None)
@@ -374,7 +373,7 @@ class ShardedModel:
         if self._parallelism.spmd_backend == "spmd_types":
             inputs, index, kwargs = annotate_input_spmd_types(self._dims, inputs, index, kwargs)
         if self._router_load is not None and torch.is_grad_enabled():
-            self._router_load.expect(kwargs["positions"], is_real.gather(1, index))
+            self._router_load.expect(kwargs["positions"], (rows.sample_index >= 0).gather(1, index))
         return inputs, kwargs, index
 
 

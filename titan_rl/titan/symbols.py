@@ -81,6 +81,9 @@ TORCHTITAN_IMPORTS = {
         "GroupedExperts": "Base of the experts that replace it on a CPU.",
         "MoE": "Type of the mixtures of experts.",
     },
+    "torchtitan.models.common.token_dispatcher": {
+        "AllToAllTokenDispatcher": "Base of the dispatch that replaces it on a CPU.",
+    },
     "torchtitan.models.common.nn_modules": {
         "RMSNorm": "Norms of a model built from `config.json`.",
     },
@@ -200,6 +203,11 @@ TORCHTITAN_REACHED = {
         "MoE.load_balance_coeff": "SET by `model.load_balance_coeff`.",
         "MoE.router": "A hook on it counts the experts that it chose.",
         "MoE.tokens_per_expert_E": "SET before each optimiser step to the counts of real tokens.",
+    },
+    "torchtitan.models.common.token_dispatcher": {
+        "AllToAllTokenDispatcher._combine_token_exchange": "OVERRIDDEN on a CPU: gloo's all-to-all.",
+        "AllToAllTokenDispatcher._dispatch_token_exchange": "OVERRIDDEN on a CPU: gloo's all-to-all.",
+        "AllToAllTokenDispatcher._token_count_exchange": "OVERRIDDEN on a CPU: gloo's all-to-all.",
     },
     "torchtitan.models.llama3.state_dict_adapter": {
         "Llama3StateDictAdapter.from_hf_map": "Which name becomes which.",
