@@ -3,6 +3,7 @@
 test_experts_layouts.py launches it, and computes the same on one rank in its own process.
 """
 
+import dataclasses
 import json
 import sys
 import zlib
@@ -14,11 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torchtitan.models.common import Linear, RMSNorm
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.distributed.algorithms_worker import LONGEST, Setup, Step, preset_of
 from tests.distributed.fsdp_worker import TEMPERATURE, VOCAB, Rank, build
 from titan_rl.functional.checksum import tensor_checksum
+from titan_rl.functional.expert_load import expert_load
 from titan_rl.titan import device
 from titan_rl.titan.experts import GlooTokenDispatcher
 from titan_rl.titan.init import copy_full
@@ -83,14 +86,28 @@ def write_model(directory: Path) -> None:
 
 
 def deepseek() -> Any:
-    """TorchTitan's debug flavor of DeepSeek-V3, by name; fewer layers, smaller experts and vocabulary."""
+    """TorchTitan's debug flavor of DeepSeek-V3, by name, made smaller through its configuration tree."""
     spec = build_spec(ModelSection(name="deepseek_v3", flavor="debugmodel"))
     model: Any = spec.model
-    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCAB
     model.layers = model.layers[:3]
+    smaller = {model.dim: 48, 1024: 64, 512: 24, 512 + 64: 24 + 8}  # widths, by what they were
+    smaller |= {16 * (128 + 64): 4 * (16 + 8), 16 * (128 + 128): 4 * (16 + 16), 16 * 128: 4 * 16}
     for layer in model.layers[1:]:
-        inner, shared = layer.moe.routed_experts.inner_experts, layer.moe.shared_experts
-        inner.hidden_dim = shared.w1.out_features = shared.w3.out_features = shared.w2.in_features = 32
+        shared = layer.moe.shared_experts
+        shared.w1.out_features = shared.w3.out_features = shared.w2.in_features = 1024
+        layer.moe.routed_experts.inner_experts.dim = 48
+        layer.moe.routed_experts.inner_experts.hidden_dim = 32
+    for kind in (Linear.Config, RMSNorm.Config):
+        for _, config, _, _ in list(model.traverse(kind)):
+            for name in ("in_features", "out_features") if kind is Linear.Config else ("normalized_shape",):
+                setattr(config, name, smaller.get(getattr(config, name), getattr(config, name)))
+    model.tok_embeddings = dataclasses.replace(model.tok_embeddings, num_embeddings=VOCAB, embedding_dim=48)
+    for layer in model.layers:
+        attention = layer.attention
+        attention.dim, attention.n_heads, attention.kv_lora_rank = 48, 4, 24
+        attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.v_head_dim = 16, 8, 16
+        attention.rope = dataclasses.replace(attention.rope, dim=8)
+    model.dim, model.vocab_size, model.lm_head.out_features = 48, VOCAB, VOCAB
     return spec
 
 
@@ -125,9 +142,9 @@ class ExpertsSetup(Setup):
         rank.policy.watch_routers()
         return rank
 
-    def balance(self) -> dict[str, Any]:
+    def balance(self, layout: str) -> dict[str, Any]:
         """A whole step of policy and critic: the routers' load, and their biases before and after."""
-        batch = self.batch("ppo", "packed")
+        batch = self.batch("ppo", layout)
         models = {"policy": self.rank.policy, "critic": self.critic.model}
         before = {name: biases(model) for name, model in models.items()}
         optimizers = self.optimizers()
@@ -138,7 +155,7 @@ class ExpertsSetup(Setup):
             temperature=TEMPERATURE,
             max_tokens=LONGEST,
         )
-        load = {"policy": self.rank.policy.take_router_load()}
+        load = {"policy": expert_load(self.rank.policy.take_router_load())}
         optimizers.step()
         optimizers.zero_grad(set_to_none=True)
         metrics = self.critic.train_step(
@@ -185,18 +202,23 @@ def tokens_lost() -> Iterator[None]:
         GlooTokenDispatcher._combine_token_exchange = original
 
 
-def compute(setup: ExpertsSetup) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Steps and their gradients; checksums of the stream; what a whole step does to the routers' biases."""
+def compute(setup: ExpertsSetup, layout: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Steps and their gradients; checksums of the stream; what a whole step does to the routers' biases.
+
+    Args:
+        setup: A model in a parallel layout.
+        layout: Of the micro-batches, one of ``algorithms_worker.LAYOUTS``.
+    """
     tensors, rest = dict[str, torch.Tensor](), dict[str, Any]()
     stream = WeightStream(setup.rank.policy, setup.rank.adapter)
     rest["stream"] = {name: tensor_checksum(tensor) for name, tensor in stream}
     for name in NAMES:
-        step = setup.step(name, setup.batch(name, "packed"))
+        step = setup.step(name, setup.batch(name, layout))
         tensors |= {f"{name}/{key}": value for key, value in step.gradients.items()}
         rest[name] = {"loss": step.loss, "metrics": step.metrics}
     setup.rank.policy.take_router_load()
     setup.critic.model.take_router_load()
-    rest["balance"] = setup.balance()
+    rest["balance"] = setup.balance(layout)
     return tensors, rest
 
 
@@ -213,7 +235,7 @@ def run(directory: Path) -> None:
     for layout, options in LAYOUTS[world_size].items():
         for model in MODELS:
             setup = ExpertsSetup(directory, model, **options)
-            tensors, rest = compute(setup)
+            tensors, rest = compute(setup, "packed")
             if layout == "ep2":
                 with tokens_lost():
                     step = setup.step("grpo", setup.batch("grpo", "packed"))

@@ -1,7 +1,8 @@
 """Mixtures of experts in every layout against one rank: losses, all gradients, biases of routers, the stream.
 
-The computation is in experts_worker.py: once in this process as the only rank, and under torchrun on two and
-on four gloo ranks. "Equal": per tensor ``||a - b|| <= 1e-5 ||b|| + 1e-8``, in fp32.
+The computation is in experts_worker.py: once in this process as the only rank, on padded rows, and under
+torchrun on two and on four gloo ranks, on packed ones. "Equal": per tensor
+``||a - b|| <= 1e-5 ||b|| + 1e-8``, in fp32.
 """
 
 import json
@@ -23,6 +24,7 @@ from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.titan.router_load import RouterLoad
 
 pytestmark = pytest.mark.slow
+PADDED = "one_of_eight"
 CASES = [(world_size, layout) for world_size, layouts in LAYOUTS.items() for layout in layouts]
 
 
@@ -54,7 +56,7 @@ def alone(directory):
         found = {}
         for model in MODELS:
             setup = ExpertsSetup(directory, model, **ONE)
-            found[model] = experts_worker.compute(setup)
+            found[model] = experts_worker.compute(setup, PADDED)
         return SimpleNamespace(found=found, counted=_count(setup), recomputed=_checkpointed(directory))
 
 
@@ -118,7 +120,7 @@ def _moved(before, counts):
 
 def _count(setup: ExpertsSetup):
     """What the policy's routers do with each token of the step, seen from outside, and the step."""
-    batch, policy = setup.batch("ppo", "packed"), setup.rank.policy
+    batch, policy = setup.batch("ppo", PADDED), setup.rank.policy
     moes = {int(name): block.moe for name, block in policy.parts[0].layers.items() if block.moe_enabled}
     counts = {layer: torch.zeros(8) for layer in moes}
     before = experts_worker.biases(policy)
@@ -135,7 +137,7 @@ def _count(setup: ExpertsSetup):
                     counts[layer][expert] += 1
     for handle in handles:
         handle.remove()
-    balance = setup.balance()
+    balance = setup.balance(PADDED)
     # What TorchTitan's own counters hold: every token of every pass in training mode, padding included.
     policy.scores(batch.micro_batches, lambda _, hidden: hidden.states[..., 0])
     own = {layer: moe.tokens_per_expert_E.clone() for layer, moe in moes.items()}
@@ -147,7 +149,7 @@ def _checkpointed(directory: Path):
     """Assignments that a checkpointed critic counted, and what it hands to TorchTitan's hook."""
     setup = ExpertsSetup(directory, "deepseek_v3", **ONE)
     setup.rank.config.activation_checkpoint = FullAC.Config()
-    batch, critic = setup.batch("ppo", "packed"), setup.critic
+    batch, critic = setup.batch("ppo", PADDED), setup.critic
     critic.accumulate(
         batch.micro_batches,
         returns=batch.returns,

@@ -72,7 +72,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, runs.Run]:
 
 def test_policy_and_critic_train_their_biases_and_the_local_generator_follows(started) -> None:
     run = started["local"].succeed()
-    assert run.status["state"] == "done"
+    assert run.status["outcome"] == "done"
     metrics = run.metrics()
     for prefix in ("moe/", "critic/moe_"):
         assert 0 < metrics[f"{prefix}load_entropy"][2] <= 1

@@ -16,10 +16,11 @@ def expert_load(counts: torch.Tensor) -> dict[str, float]:
 
     Args:
         counts: ``[L, E]``, 0 or more: how often a token of the layer was sent to the expert. Each row has
-            a sum above 0.
+            a sum above 0. Without layers nothing is known.
 
     Returns:
-        ``load_fraction_max``, ``load_fraction_min`` (both 1 / E when even) and ``load_entropy``, in [0, 1].
+        ``load_fraction_max``, ``load_fraction_min`` (both 1 / E when even) and ``load_entropy``, in [0, 1];
+        empty without layers.
 
     Raises:
         ValueError: not two dimensions, or a layer without an assignment.
@@ -29,6 +30,8 @@ def expert_load(counts: torch.Tensor) -> dict[str, float]:
     """
     if counts.dim() != 2 or not bool((counts.sum(-1) > 0).all()):
         raise ValueError(f"counts must be [L, E] with a positive sum in every row; got {counts.tolist()}.")
+    if not len(counts):
+        return {}
     shares = counts.double() / counts.double().sum(-1, keepdim=True)
     most = math.log(counts.shape[1]) if counts.shape[1] > 1 else 1.0
     entropy = -torch.special.xlogy(shares, shares).sum(-1) / most

@@ -21,7 +21,6 @@ from torchtitan.distributed.spmd_types import annotate_input_spmd_types
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 
-from titan_rl.functional.expert_load import expert_load
 from titan_rl.titan.pipeline import Pipeline
 from titan_rl.titan.router_load import RouterLoad
 from titan_rl.titan.row_slices import gather_rows
@@ -325,24 +324,26 @@ class ShardedModel:
         if any(getattr(layer, "moe", None) is not None for layer in self._config.layers):
             self._router_load = RouterLoad(self.parts, self._dims)
 
-    def take_router_load(self) -> dict[str, float]:
-        """Give TorchTitan's load-balancing hook the step's counts, and say how even they are. Collective.
+    def take_router_load(self) -> torch.Tensor:
+        """Give TorchTitan's load-balancing hook the step's counts, and return them. Collective.
 
         To be called between the last backward pass of a step and the optimiser's step, also if that is then
         skipped: the next step counts anew.
 
         Returns:
-            :func:`titan_rl.functional.expert_load.expert_load` over the layers of all stages, alike on all
-            ranks; empty for a dense model, and when no real token was trained on.
+            ``[L, E]``, on all ranks how often each of E experts was chosen in each of the L layers that have
+            experts, over all stages, ranks and micro-batches; no layers for a dense model, or when no real
+            token was trained on.
         """
+        nothing = torch.zeros(0, 0)
         if self._router_load is None:
-            return {}
+            return nothing
         layers = self._router_load.take()
         if self._pipeline is not None:
             texts = self._pipeline.texts(json.dumps(layers))
             layers = {name: counts for text in texts for name, counts in json.loads(text).items()}
         counts = torch.tensor([layers[name] for name in sorted(layers)])
-        return expert_load(counts) if bool(counts.any()) else {}
+        return counts if bool(counts.any()) else nothing
 
     def prepare(self, rows: Rows) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
         """What TorchTitan's trainer does to a batch between data loader and model.

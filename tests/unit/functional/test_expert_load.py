@@ -30,6 +30,10 @@ def test_a_single_expert_is_no_fault():
     assert expert_load(torch.tensor([[5.0]]))["load_entropy"] == 0.0
 
 
+def test_without_layers_nothing_is_known():
+    assert expert_load(torch.zeros(0, 0)) == {}
+
+
 @pytest.mark.parametrize("counts", [torch.ones(4), torch.tensor([[1.0, 1.0], [0.0, 0.0]])])
 def test_what_is_no_load_is_refused(counts):
     with pytest.raises(ValueError, match="a positive sum in every row"):
