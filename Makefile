@@ -9,7 +9,7 @@ CORES := $(shell nproc 2>/dev/null || echo 1)
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 1
 SMOLLM2 := models/smollm2-135m
 
-.PHONY: help setup quickstart tiny test lint doctor clean
+.PHONY: help setup quickstart tiny chain test lint doctor clean
 
 help: ## Show these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -24,6 +24,11 @@ quickstart: setup ## Train SmolLM2-135M on arithmetic with GRPO
 tiny: setup ## Pretrain a tiny model, then train it with GRPO
 	OMP_NUM_THREADS=$(CORES) $(TORCHRUN) -m titan_rl.train train_configs/tiny_pretrain.toml
 	OMP_NUM_THREADS=$(CORES) $(TORCHRUN) -m titan_rl.train train_configs/tiny_grpo.toml
+
+chain: setup ## Pretrain and SFT a tiny model, then DPO, and a reward model with PPO after it
+	for recipe in pretrain sft dpo reward_model ppo_reward_model; do \
+		OMP_NUM_THREADS=$(CORES) $(TORCHRUN) -m titan_rl.train train_configs/tiny_$$recipe.toml || exit 1; \
+	done
 
 lint: setup ## Check style, types and layers
 	$(BIN)/ruff check

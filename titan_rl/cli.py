@@ -1,9 +1,10 @@
-"""The console script ``titan-rl``: look at an installation, check a file, prepare a model, compare."""
+"""The console script ``titan-rl``: look at an installation, check a file, plan a run, prepare, compare."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = _parser()
     parsed, overrides = parser.parse_known_args(arguments)
-    if overrides and parsed.command != "validate":
+    if overrides and parsed.command not in ("validate", "plan"):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
         return parsed.run(parsed, overrides)
@@ -69,6 +70,27 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument("--data", action="store_true", help="also open the prompts and encode each once")
     validate.set_defaults(run=_validate)
 
+    plan = commands.add_parser(
+        "plan",
+        help="say what a run would need: mesh, batch, memory, traffic, without a GPU",
+        usage="titan-rl plan CONFIG.toml --world-size N [--device-memory-gib X] [--device cuda|cpu] [--json] "
+        "[--section.key value ...]",
+        epilog="docs/planning.md says how each number is computed. Exits with 2 if there are contradictions.",
+        allow_abbrev=False,
+    )
+    plan.add_argument("config", metavar="CONFIG.toml")
+    plan.add_argument(
+        "--world-size", type=_positive, required=True, metavar="N", help="ranks that torchrun will start"
+    )
+    plan.add_argument(
+        "--device-memory-gib", type=float, metavar="X", help="memory of one device (80 on cuda, none on cpu)"
+    )
+    plan.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="what the run will have (cuda)"
+    )
+    plan.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
+    plan.set_defaults(run=_plan)
+
     prepare = commands.add_parser("prepare", help="make a model directory", allow_abbrev=False)
     prepare.add_argument("model", choices=["smollm2"])
     prepare.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR")
@@ -85,6 +107,23 @@ def _parser() -> argparse.ArgumentParser:
     conformance.add_argument("--output", type=Path, metavar="FILE", help="instead of standard output")
     conformance.add_argument("--float64", action="store_true", help="compute in float64 instead of fp32")
     conformance.set_defaults(run=_conformance)
+
+    checkpoints = commands.add_parser(
+        "checkpoints",
+        help="list what a run has saved, and what of it can be used",
+        description="Step, reward, held-out score, size and validity; exit code 1 if one is not complete.",
+        allow_abbrev=False,
+    )
+    checkpoints.add_argument("directory", type=Path, metavar="DIR", help="a run's dump_folder or a step-N")
+    checkpoints.add_argument("--verify", action="store_true", help="also read and hash every file")
+    checkpoints.set_defaults(run=_checkpoints)
+
+    export = commands.add_parser(
+        "export", help="convert a checkpoint to a Hugging Face model directory", allow_abbrev=False
+    )
+    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N directory")
+    export.add_argument("output", type=Path, metavar="OUT", help="must not exist")
+    export.set_defaults(run=_export)
 
     version = commands.add_parser("version", help="print the version", allow_abbrev=False)
     version.set_defaults(run=_version)
@@ -121,6 +160,23 @@ def _validate(parsed: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def _plan(parsed: argparse.Namespace, overrides: list[str]) -> int:
+    document, trainer = read_checked(parsed.config, overrides)
+    os.environ["TITAN_RL_DEVICE"] = "cpu"  # a plan is made on a CPU, whatever the machine has
+    command = importlib.import_module("titan_rl.tools.plan.command")
+    try:
+        return command.run(
+            document,
+            trainer,
+            world_size=parsed.world_size,
+            device_type=parsed.device,
+            device_gib=parsed.device_memory_gib,
+            prints_json=parsed.json,
+        )
+    except ConfigError as error:
+        raise document.located(error) from error
+
+
 def _prepare(parsed: argparse.Namespace, _: list[str]) -> int:
     importlib.import_module("titan_rl.tools.smollm2").convert(parsed.output_dir)
     return 0
@@ -129,6 +185,20 @@ def _prepare(parsed: argparse.Namespace, _: list[str]) -> int:
 def _conformance(parsed: argparse.Namespace, _: list[str]) -> int:
     command = importlib.import_module("titan_rl.tools.conformance.command")
     return command.run(parsed.fixture, output=parsed.output, is_float64=parsed.float64)
+
+
+def _checkpoints(parsed: argparse.Namespace, _: list[str]) -> int:
+    text, is_sound = importlib.import_module("titan_rl.tools.checkpoints").report(
+        parsed.directory, verify=parsed.verify
+    )
+    print(text)
+    return 0 if is_sound else 1
+
+
+def _export(parsed: argparse.Namespace, _: list[str]) -> int:
+    directory = importlib.import_module("titan_rl.tools.export").export(parsed.checkpoint, parsed.output)
+    print(f"Written: {directory}")
+    return 0
 
 
 def _version(_parsed: argparse.Namespace, _: list[str]) -> int:

@@ -64,6 +64,11 @@ def tiny_reward_model() -> Any:
     return _named().from_recipe("tiny_reward_model")
 
 
+def tiny_ppo_reward_model() -> Any:
+    """``train_configs/tiny_ppo_reward_model.toml``."""
+    return _named().from_recipe("tiny_ppo_reward_model")
+
+
 def tiny_grpo() -> Any:
     """``train_configs/tiny_grpo.toml``."""
     return _named().from_recipe("tiny_grpo")

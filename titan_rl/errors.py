@@ -40,9 +40,17 @@ class HandshakeError(TitanRLError):
     """The generator does not provably serve the weights that were pushed to it."""
 
 
+class StopRequestedError(TitanRLError):
+    """Work was given up, on all ranks alike, because the run was asked to stop."""
+
+
 class RewardError(TitanRLError):
     """A reward could not be computed for one rollout. The sample is dropped and counted."""
 
 
 class NonFiniteError(TitanRLError):
     """A value that titan_rl computed (loss, log-probability, gradient) is NaN or infinite."""
+
+
+class SaveError(TitanRLError):
+    """A checkpoint could not be written, and the run cannot go on without it."""

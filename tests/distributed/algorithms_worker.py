@@ -9,7 +9,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -184,7 +184,7 @@ class Setup:
             return scale * torch.randn(shape, generator=generator)
 
         # By group, sample and position, so that they belong to the token.
-        self.tables = {"old": self._scores(self.rank.policy) + noise(0.4), "ref": self._scores(reference)}
+        self.tables = {"old": self.scores_of(self.rank.policy) + noise(0.4), "ref": self.scores_of(reference)}
         self.tables["generator"] = self.tables["old"] + noise(0.1)
         self.tables["value"] = noise(1.0)
 
@@ -216,7 +216,7 @@ class Setup:
                     fsdp_worker._shard(parameter).mul_(1.0 + scale * (sum(map(ord, name)) % 5))
         return model
 
-    def _scores(self, model: ShardedModel) -> torch.Tensor:
+    def scores_of(self, model: ShardedModel) -> torch.Tensor:
         """Log-probabilities of all groups' tokens, by group, sample and position. Every rank scores all."""
         samples = to_samples(self.groups)
         micro_batches = self.laid_out(samples, "packed")
@@ -367,7 +367,8 @@ class Setup:
 
     def leaking(self, name: str, batch: StepBatch) -> Step:
         """Attention sees one document a row, in the policy and in the critic."""
-        with leaking(self.rank.policy), leaking(self.critic.model):
+        critic = leaking(self.critic.model) if batch.returns else nullcontext()
+        with leaking(self.rank.policy), critic:
             return self.step(name, batch)
 
 

@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from tests.distributed.algorithms_worker import Setup, Step
+from tests.distributed.fsdp_worker import full
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.policy.token_scores import LogprobScorer
+from titan_rl.rollout.samples import to_samples
 from titan_rl.titan import device
 from titan_rl.titan.sharded_model import Hidden, ShardedModel
 from titan_rl.trainers.optimization import StepBatch
@@ -55,6 +58,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp2_cp2_fsdp2": {TP: 2, CP: 2, SHARD: 2} | LONG,
     },
 }
+SAVED_UNDER = "tp2"
+"""Whose checkpoint all layouts after it restore, those of more ranks too."""
 FAULTS = {
     "fsdp2": "mean_per_micro_batch",
     "tp2": "no_vocabulary_reduction",
@@ -139,6 +144,56 @@ def alternating(setup: Setup, batch: StepBatch) -> list[Step]:
     return steps
 
 
+def state_of(setup: Setup) -> dict[str, Any]:
+    """What a checkpoint holds of models and optimisers."""
+    return {"policy": setup.rank.policy.state_dict(), "critic": setup.critic.state_dict()}
+
+
+def save(setup: Setup, batch: StepBatch, path: Path) -> None:
+    """Train the critic once, so that its optimiser has moments, and write a checkpoint."""
+    setup.critic.train_step(
+        batch.micro_batches,
+        returns=batch.returns,
+        old_values=batch.values,
+        num_loss_tokens=batch.num_loss_tokens,
+    )
+    dcp.save(state_of(setup), checkpoint_id=path)
+
+
+def restore(setup: Setup, path: Path) -> None:
+    """Load a checkpoint of another layout over other weights."""
+    with torch.no_grad():
+        for model in (setup.rank.policy, setup.critic.model):
+            for parameter in model.parameters():
+                parameter.zero_()
+    state = state_of(setup)
+    dcp.load(state, checkpoint_id=path)
+    setup.rank.policy.load_state_dict(state["policy"])
+    setup.critic.load_state_dict(state["critic"])
+
+
+def restored(setup: Setup) -> dict[str, torch.Tensor]:
+    """Log-probabilities, values and the optimiser's moments. Collective."""
+    micro_batches = setup.laid_out(to_samples(setup.groups), "packed")
+    values = {
+        (sample, position): float(value)
+        for m, row in zip(micro_batches, setup.critic(micro_batches), strict=True)
+        for sample, position, value in zip(
+            m.sample_index[m.loss_mask].tolist(),
+            m.positions[m.loss_mask].tolist(),
+            row[m.loss_mask],
+            strict=True,
+        )
+    }
+    result = {
+        "logprobs": setup.scores_of(setup.rank.policy),
+        "values": torch.tensor([values[key] for key in sorted(values)]),
+    }
+    moments = setup.critic.optimizers.state_dict()
+    mine = {k: full(v) for k, v in moments.items() if isinstance(v, torch.Tensor) and ".exp_avg" in k}
+    return result | mine
+
+
 def run(directory: Path) -> None:
     """All layouts of this world size; rank 0 writes."""
     world_size = dist.get_world_size()
@@ -159,6 +214,13 @@ def run(directory: Path) -> None:
             keep(f"{layout}/fault", faulty(setup, FAULTS[layout], batches["grpo"]))
             keep(f"{layout}/leaking", leaking_step(setup, batches["grpo"]))
             keep(f"{layout}/again", setup.step("grpo", batches["grpo"]))
+        checkpoint = directory / "checkpoint"
+        if layout == SAVED_UNDER:
+            save(setup, batches["ppo"], checkpoint)
+        if checkpoint.is_dir():
+            if layout != SAVED_UNDER:
+                restore(setup, checkpoint)
+            tensors.update({f"{layout}/restored/{k}": v for k, v in restored(setup).items()})
         if layout.startswith("pp2") and world_size == 2:
             for number, step in enumerate(alternating(setup, batches["grpo"])):
                 keep(f"{layout}/alternating{number}", step)

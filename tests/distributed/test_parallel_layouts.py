@@ -106,6 +106,36 @@ def test_scoring_between_the_steps_of_a_pipeline_changes_no_gradient(launched, e
         check_equal(step(launch, f"{layout}/alternating{number}"), expected["grpo"])
 
 
+@pytest.fixture(scope="module")
+def on_one_rank(directory, launched):
+    """The checkpoint that two tensor-parallel ranks wrote, restored on one rank."""
+    launched(2)
+    with algorithms_worker.alone(directory) as setup:
+        parallel_worker.restore(setup, directory / "checkpoint")
+        return parallel_worker.restored(setup)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_checkpoint_of_one_layout_is_restored_under_every_other(launched, on_one_rank, world_size):
+    if world_size == 4:
+        launched(2)  # which writes the checkpoint
+    launch, seen = launched(world_size), 0
+    for layout in LAYOUTS[world_size]:
+        prefix = f"{layout}/restored/"
+        got = {k.removeprefix(prefix): v for k, v in launch.tensors.items() if k.startswith(prefix)}
+        if not got:
+            continue  # before the layout that saves
+        seen += 1
+        assert got.keys() >= {"logprobs", "values"}
+        for key, value in got.items():
+            # The moments are the file's; log-probabilities and values are computed under the layout.
+            bound = 0.0 if ".exp_avg" in key else 1e-5
+            assert (value - on_one_rank[key]).abs().max() <= bound, (layout, key)
+    assert seen >= 5
+    assert sum(".exp_avg" in key for key in on_one_rank) > 20
+    assert on_one_rank["values"].abs().max() > 0.1
+
+
 def test_a_pipeline_fills_up_its_schedule(launched):
     """Three rows and a schedule of two: the fourth is empty, and nothing of it reaches a gradient."""
     assert launched(2).rest["pp2/micro_batches"] % 2 == 1

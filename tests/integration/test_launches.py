@@ -130,5 +130,5 @@ def test_evaluate_scores_a_checkpoint_and_changes_nothing_of_the_run(tmp_path):
         tmp_path, "titan_rl.evaluate", "run.toml", "--dump_folder", "run", "--checkpoint.load_step", "7"
     )
     assert missing.returncode != 0
-    error = "command line: checkpoint.load_step must name a checkpoint of this run; got 7."
+    error = "command line: checkpoint.load_step must name a complete checkpoint of this run; got 7: "
     assert error in missing.stderr

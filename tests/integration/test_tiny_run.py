@@ -66,7 +66,8 @@ def exported(started: dict[str, runs.Run]) -> PreTrainedModel:
 
 
 def test_pretraining_ends_well_and_leaves_a_checkpoint(pretrained: runs.Run) -> None:
-    assert pretrained.status == {"outcome": "done", "step": 30, "cause": None, "requeue": False}
+    expected = {"outcome": "done", "step": 30, "cause": None, "requeue": False}
+    assert expected.items() <= pretrained.status.items()
     losses = pretrained.metrics()["loss_metrics/global_avg_loss"]
     assert losses[1] > 4  # of 104 tokens
     assert losses[20] < 1.5
@@ -74,7 +75,8 @@ def test_pretraining_ends_well_and_leaves_a_checkpoint(pretrained: runs.Run) -> 
 
 
 def test_the_run_ends_well_and_the_held_out_score_rises(command: runs.Run) -> None:
-    assert command.status == {"outcome": "done", "step": STEPS, "cause": None, "requeue": False}
+    expected = {"outcome": "done", "step": STEPS, "cause": None, "requeue": False}
+    assert expected.items() <= command.status.items()
     summary = command.summary
     assert (summary["steps"], summary["policy_version"], summary["num_evaluated"]) == (STEPS, STEPS, 8)
     assert summary["scores"] == {"0": summary["score_before"], str(STEPS): summary["score_after"]}

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import titan_rl
+from tests.unit.resilience.saved import write_checkpoint
 from titan_rl import cli
+from titan_rl.resilience import shelf
 
 ROOT = Path(__file__).parents[2]
 DEBUG = """\
@@ -147,3 +149,37 @@ def test_the_doctor_prints_json_and_fails_on_a_failed_check(monkeypatch, capsys)
     checks.pop()
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 checks: 0 failed, 0 warned."
+
+
+def test_checkpoints_are_listed_without_torch_and_a_damaged_one_is_named(tmp_path, capsys):
+    folder = tmp_path / "run" / "checkpoint"
+    for step, score in ((2, 0.5), (4, 0.9), (6, 0.5)):
+        write_checkpoint(folder, step, score=score)
+    assert cli.main(["checkpoints", str(tmp_path / "run")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["step", "reward", "held-out", "size", "ranks", "saved"]
+    assert [line.split()[0] for line in lines[1:]] == ["2", "4", "6"]
+    assert lines[2].split()[1:5] == ["0.2500", "0.9000", "44", "B"]
+    assert lines[2].endswith("complete, best")
+    assert lines[3].endswith("complete, newest")
+    shard = folder / "step-6" / "__0_0.distcp"
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+    shelf.note_failure(folder, 8, "No space left on device")
+    assert cli.main(["checkpoints", str(folder)]) == 0  # names and sizes are as they were
+    assert "step 8 could not be saved: No space left on device" in capsys.readouterr().out
+    assert cli.main(["checkpoints", str(folder), "--verify"]) == 1
+    shown = capsys.readouterr().out
+    assert "step-6/__0_0.distcp: expected SHA-256" in shown
+    assert shown.count("verified") == 2
+    assert cli.main(["checkpoints", str(folder / "step-4"), "--verify"]) == 0
+    assert cli.main(["checkpoints", str(tmp_path)]) == 2
+    assert "hold checkpoints" in capsys.readouterr().err
+
+
+def test_the_listing_imports_no_torch(tmp_path):
+    write_checkpoint(tmp_path, 2)
+    code = (
+        "import sys; from titan_rl import cli; "
+        f"code = cli.main(['checkpoints', {str(tmp_path)!r}]); sys.exit(code or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0

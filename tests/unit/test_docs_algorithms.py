@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import learning_curves
 from titan_rl.algorithms import preference_registry, registries
 from titan_rl.algorithms.preset import AlgorithmPreset
 from titan_rl.config.choice import Choice
@@ -128,6 +129,19 @@ def test_the_table_of_the_index_says_of_each_algorithm_what_its_preset_is():
 
 def test_every_page_is_linked_from_the_index():
     assert {stem for stem in PAGES if stem != "index" and f"({stem}.md)" not in PAGES["index"]} == set()
+
+
+@pytest.mark.parametrize("name", learning_curves.NAMES)
+def test_the_learning_curves_are_in_bounds_and_their_numbers_on_the_page_and_in_the_index(name):
+    curves = learning_curves.read_published()[name]
+    assert curves.failures == []
+    rows = [row for page in PAGES.values() for row in page.splitlines() if row.startswith(f"| `{name}` | 0.")]
+    assert rows == [curves.row(name)] * 2
+
+
+def test_every_algorithm_but_those_that_rewards_do_not_train_has_learning_curves():
+    trained = {name for name, preset in PRESETS.items() if preset["advantage.type"] != "none"}
+    assert learning_curves.read_published().keys() == set(learning_curves.NAMES) == trained
 
 
 def cited(pattern: str) -> set[str]:

@@ -1,6 +1,8 @@
 """Every shipped recipe fits the schema, can be configured, and has a name for TorchTitan's command line."""
 
+import itertools
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -95,6 +97,30 @@ def test_a_recipe_starts_with_what_it_needs_and_what_was_measured(path):
     assert any(f"train_configs/{path.name}" in line for line in header)
 
 
+LINK = re.compile(r'"outputs/(\w+)/checkpoint/step-(\d+)"')
+LINKS = [(path, *link) for path in RECIPES for link in LINK.findall(path.read_text(encoding="utf-8"))]
+
+
+def test_the_chain_of_recipes_is_whole():
+    links = {(path.stem, other) for path, other, _ in LINKS}
+    chain = ("tiny_pretrain", "tiny_sft", "tiny_reward_model", "tiny_ppo_reward_model")
+    assert set(itertools.pairwise(reversed(chain))) <= links
+    assert {("tiny_ppo_reward_model", "tiny_sft"), ("tiny_dpo", "tiny_sft")} <= links
+    order = re.search(r"for recipe in (.*);", (ROOT / "Makefile").read_text())[1].split()
+    place = {f"tiny_{recipe}": index for index, recipe in enumerate(order)}
+    assert place.keys() == {*chain, "tiny_dpo"}
+    assert all(place[other] < place[recipe] for recipe, other in links if recipe in place)
+
+
+@pytest.mark.parametrize(("path", "other", "step"), LINKS, ids=lambda value: getattr(value, "stem", value))
+def test_a_recipe_starts_from_the_last_checkpoint_of_one_that_it_names(path, other, step):
+    earlier = tomllib.loads((path.parent / f"{other}.toml").read_text(encoding="utf-8"))
+    assert earlier["dump_folder"] == f"outputs/{other}"
+    assert earlier["training"]["steps"] == int(step)
+    (before,) = re.findall(r"^# Before: (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert f" {other}.toml" in before
+
+
 def test_the_rows_of_the_eight_gpu_recipe_are_counted_per_rank(tmp_path):
     path = recipe_path("qwen3_8b_math_grpo")
     config = configure(*read_checked(str(path), overrides(path, tmp_path)))
@@ -147,7 +173,9 @@ def test_torchtitan_finds_a_configuration_by_name_and_overrides_it():
     check_values(config, "rl")
 
 
-@pytest.mark.parametrize("name", ["tiny_pretrain", "tiny_grpo", "tiny_dpo", "tiny_reward_model"])
+@pytest.mark.parametrize(
+    "name", ["tiny_pretrain", "tiny_grpo", "tiny_dpo", "tiny_reward_model", "tiny_ppo_reward_model"]
+)
 def test_recipes_for_torchtitan_equal_the_files(name):
     config = parse("--config", name)
     expected = configure(*read_checked(str(ROOT / "train_configs" / f"{name}.toml"), []))

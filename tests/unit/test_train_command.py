@@ -57,6 +57,7 @@ hf_assets_path = "{model}"
 steps = 2
 local_batch_size = 4
 global_batch_size = 6
+seq_len = 64
 """
 
 WITHOUT_TORCH = """
@@ -210,7 +211,7 @@ CONTRADICTIONS = {
     ),
     "more shards than ranks": (
         ["--parallelism.data_parallel_shard_degree", "4"],
-        ["parallelism.data_parallel_shard_degree", "make 1 rank(s) when multiplied", "got 4", "Leave it out"],
+        ["parallelism.data_parallel_shard_degree", "make 1 rank(s) when multiplied", "got 4", "leave it out"],
     ),
     "a truncated distribution": (
         ["--sampling.top_p", "0.9"],

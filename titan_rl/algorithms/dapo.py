@@ -20,5 +20,6 @@ def preset() -> AlgorithmPreset:
     return AlgorithmPreset(
         advantage=GroupNormalized.Config(),
         loss=PolicyLoss.Config(surrogate=Clipped.Config(clip_low=0.2, clip_high=0.28)),
-        refill=RefillSection(max_rounds=10),
+        # A round draws only what is missing, so the last groups may take many small ones.
+        refill=RefillSection(max_rounds=30),
     )

@@ -97,13 +97,16 @@ def pair_metrics(
 
     Returns:
         ``accuracy/mean``: share of pairs whose chosen completion has the larger reward, a tie being half;
-        ``margin/mean``: mean difference of rewards; and the mean reward of each side.
+        ``margin/mean`` and ``margin_square/mean``: of the difference of rewards; and the mean reward of each
+        side.
     """
     chosen, rejected = chosen_rewards.detach(), rejected_rewards.detach()
     right = (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
+    margins = (chosen - rejected).double()  # a variance will be the difference of two of these means
     return {
         "accuracy/mean": over(right.sum(), inputs.num_chosen),
-        "margin/mean": over((chosen - rejected).sum(), inputs.num_chosen),
+        "margin/mean": over(margins.sum(), inputs.num_chosen),
+        "margin_square/mean": over(margins.square().sum(), inputs.num_chosen),
         "chosen_reward/mean": over(chosen.sum(), inputs.num_chosen),
         "rejected_reward/mean": over(rejected.sum(), inputs.num_rejected),
     }

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 
-from titan_rl.errors import GeneratorError
+from titan_rl.errors import GeneratorError, StopRequestedError
 from titan_rl.generation.protocol import GeneratorStatus, name_some
 from titan_rl.types import Completion, GenerationRequest
 
@@ -19,15 +19,22 @@ from titan_rl.types import Completion, GenerationRequest
 class InProcessGenerator(ABC):
     """Requests in flight. What the methods promise: :class:`titan_rl.generation.protocol.Generator`."""
 
-    def __init__(self, max_model_len: int, *, agree: Callable[[bool], bool] | None = None) -> None:
+    def __init__(
+        self,
+        max_model_len: int,
+        *,
+        agree: Callable[[bool], bool] | None = None,
+        is_stopping: Callable[[], bool] | None = None,
+    ) -> None:
         """Begin with nothing in flight and no weights.
 
         Args:
             max_model_len: Most tokens of prompt and completion together.
             agree: Decides deadlines for a generator group; None: this rank alone.
+            is_stopping: Whether to give up what is in flight; None: never.
         """
         self._max_model_len = max_model_len
-        self._agree = agree or _own_decision
+        self._agree, self._is_stopping = agree or _own_decision, is_stopping or _never
         self._policy_version: int | None = None
         self._written: dict[str, int] = {}
         self._is_paused = False
@@ -73,7 +80,9 @@ class InProcessGenerator(ABC):
         while self._in_flight and not self._is_paused:
             if not self._finished:
                 # One rank's clock decides: a rank that stepped alone would wait for the others for ever.
-                if self._agree(time.monotonic() >= deadline):
+                is_stopping = self._is_stopping()
+                if self._agree(is_stopping or time.monotonic() >= deadline):
+                    self._give_up(is_stopping)
                     raise GeneratorError(
                         f"Completions must finish within {timeout_seconds:g} s; got {len(self._in_flight)} "
                         f"unfinished: {name_some(list(self._in_flight))}. Raise sampling.timeout_seconds or "
@@ -84,6 +93,13 @@ class InProcessGenerator(ABC):
             completion = self._finished.popleft()
             del self._in_flight[completion.request_id]
             yield completion
+
+    def _give_up(self, is_stopping: bool) -> None:
+        """Abort everything if it is a stop that ends the wait: again one rank of a group decides."""
+        if self._agree(is_stopping):
+            number = len(self._in_flight)
+            self.abort(list(self._in_flight))
+            raise StopRequestedError(f"{number} completions were given up: the run was asked to stop.")
 
     def abort(self, ids: Sequence[str]) -> None:
         """See :meth:`titan_rl.generation.protocol.Generator.abort`."""
@@ -137,3 +153,7 @@ class InProcessGenerator(ABC):
 
 def _own_decision(flag: bool) -> bool:
     return flag
+
+
+def _never() -> bool:
+    return False

@@ -81,7 +81,7 @@ class LocalGenerator(InProcessGenerator):
         Raises:
             ConfigError: The model's attention is not plainly causal.
         """
-        super().__init__(context.max_model_len)
+        super().__init__(context.max_model_len, is_stopping=context.is_stopping)
         self._config = config
         self._adapter = context.adapter
         self._vocab_size = context.model_config.vocab_size

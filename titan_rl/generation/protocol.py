@@ -51,6 +51,7 @@ class GeneratorContext:
         seed: Of the engine's own draws; completions depend on their request's seed only.
         device_type: ``"cpu"`` or ``"cuda"``.
         run_threads: Threads of this process for CPU kernels, to be kept.
+        is_stopping: Whether this rank was asked to give up what is in flight; None: it never is.
         agree: Broadcasts the value of the first rank of a generator group to the group; it decides deadlines.
             Required by groups of several ranks.
     """
@@ -64,6 +65,7 @@ class GeneratorContext:
     device_type: str
     run_threads: int
     agree: Callable[[bool], bool] | None = None
+    is_stopping: Callable[[], bool] | None = None
 
 
 class Generator(Protocol):
@@ -103,6 +105,7 @@ class Generator(Protocol):
 
         Raises:
             GeneratorError: The deadline passed; the message names the unfinished requests.
+            StopRequestedError: The run was asked to stop; what was in flight is aborted.
         """
         ...
 

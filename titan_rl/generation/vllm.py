@@ -80,7 +80,7 @@ class VllmGenerator(InProcessGenerator):
                 another.
         """
         _check_launch(config, context)
-        super().__init__(context.max_model_len, agree=context.agree)
+        super().__init__(context.max_model_len, agree=context.agree, is_stopping=context.is_stopping)
         self._is_cuda = context.device_type == "cuda"
         self._can_sleep = self._is_cuda and config.enable_sleep_mode
         self._is_asleep = False

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from vllm import EngineArgs, LLMEngine, ModelRegistry, RequestOutput
 from vllm import SamplingParams as VllmSamplingParams
+from vllm.distributed.device_communicators import cpu_communicator
 from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -41,6 +43,8 @@ def build_engine(arguments: Mapping[str, Any]) -> LLMEngine:
     """
     # Its own clean-up, at close and when collected, destroys every process group, the trainer's included.
     vllm_core.cleanup_dist_env_and_memory = _destroy_own_groups
+    shared: Any = cpu_communicator._CPUSHMDistributed
+    shared.make_group_name = staticmethod(_shared_memory_name)
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             distributed_executor_backend="external_launcher",
@@ -57,6 +61,14 @@ def build_engine(arguments: Mapping[str, Any]) -> LLMEngine:
     # last, because building the engine configures logging.
     logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
     return engine
+
+
+_name_of_ranks = cpu_communicator._CPUSHMDistributed.make_group_name
+
+
+def _shared_memory_name(communicator: Any) -> str:
+    """vLLM's name says which ranks share the memory, not of which job: two jobs on a host would collide."""
+    return f"{_name_of_ranks(communicator)}-{os.environ.get('MASTER_PORT', '')}"
 
 
 def _destroy_own_groups(shutdown_ray: bool = False) -> None:

@@ -78,8 +78,10 @@ class Teacher:
 
     @contextmanager
     def gathered(self) -> Generator[None]:
-        """Keep the output projection gathered, for the backward passes of what :meth:`compare` gives."""
-        self._model.unsharded_head()
+        """Shard everything again at the end.
+
+        Until then the output projection stays gathered after :meth:`compare`, for the backward pass.
+        """
         try:
             yield
         finally:

@@ -31,7 +31,9 @@ def exchange_groups(groups: list[Group], stats: RunStats, exchange: Exchange) ->
     Returns:
         The groups of all ranks by their index, and the sums of their counts; seconds are the longest.
     """
-    content = {"groups": [_group_to_json(group) for group in groups], "stats": dataclasses.asdict(stats)}
+    # Not asdict(), which copies a Counter as if it were a dict, and so counts its items.
+    counts = {item.name: getattr(stats, item.name) for item in dataclasses.fields(stats)}
+    content = {"groups": [_group_to_json(group) for group in groups], "stats": counts}
     parts = [json.loads(part) for part in exchange(json.dumps(content).encode())]
     together = [_group_from_json(group) for part in parts for group in part["groups"]]
     total = RunStats()

@@ -10,17 +10,22 @@ from titan_rl.types import Group
 
 
 def permute_rewards(groups: Sequence[Group], run_seed: int) -> None:
-    """Hand the rewards of each group to its scored rollouts in a random order.
+    """Hand the rewards of all scored rollouts of a rank to one another, in a random order.
 
-    Means and deviations of the groups stay, so everything runs as before; the expected policy gradient is 0.
+    The mean and the deviation over the rank stay, so everything runs as before, and the expected policy
+    gradient is 0. Within groups alone it would not be: where the baseline is not the group's own mean,
+    rollouts of a prompt that is often solved, most of them right, would still be encouraged. For the same
+    reason greedy baselines take part.
 
     Args:
-        groups: Changed in place. A group's order depends on the seed and its index alone.
+        groups: Changed in place. The order depends on the seed and on the groups that this rank has.
         run_seed: Of the run.
     """
-    for group in groups:
-        scored = [rollout for rollout in group.rollouts if rollout.reward is not None]
-        rewards = [rollout.reward for rollout in scored]
-        random.Random(derive_seed(run_seed, "permute_rewards", group.index)).shuffle(rewards)
-        for rollout, reward in zip(scored, rewards, strict=True):
-            rollout.reward = reward
+    rollouts = [rollout for group in groups for rollout in (*group.rollouts, group.baseline)]
+    scored = [rollout for rollout in rollouts if rollout is not None and rollout.reward is not None]
+    if not scored:
+        return
+    rewards = [rollout.reward for rollout in scored]
+    random.Random(derive_seed(run_seed, "permute_rewards", groups[0].index)).shuffle(rewards)
+    for rollout, reward in zip(scored, rewards, strict=True):
+        rollout.reward = reward

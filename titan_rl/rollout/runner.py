@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from titan_rl.data.chat import PromptEncoder
-from titan_rl.errors import GeneratorError, RewardError
+from titan_rl.errors import GeneratorError, RewardError, StopRequestedError
 from titan_rl.generation.protocol import Generator, check_completion
 from titan_rl.resilience.seeds import derive_seed
 from titan_rl.rewards.pool import RewardFailure, RewardPool
@@ -17,6 +18,9 @@ from titan_rl.rollout.exchange import Exchange, exchange_groups
 from titan_rl.rollout.share import Share
 from titan_rl.rollout.stats import RunStats
 from titan_rl.types import Completion, GenerationRequest, Group, Prompt, Rollout, SamplingParams, Turn
+
+if TYPE_CHECKING:
+    from titan_rl.resilience.stopping import StopControl
 
 
 class RolloutRunner:
@@ -32,6 +36,7 @@ class RolloutRunner:
         run_seed: int,
         timeout_seconds: float,
         exchange: Exchange | None = None,
+        control: StopControl | None = None,
     ) -> None:
         """Bind the collaborators.
 
@@ -43,10 +48,11 @@ class RolloutRunner:
             run_seed: First part of every seed.
             timeout_seconds: Deadline of one call's generation, and again of its rewards.
             exchange: Between the ranks that train on the same rows; None where each has rows of its own.
+            control: Whether to give up; None: never.
         """
         self._generator, self._rewards, self._encoder = generator, rewards, encoder
         self._share, self._run_seed, self._timeout = share, run_seed, timeout_seconds
-        self._exchange = exchange
+        self._control, self._exchange = control, exchange
         self._scoring: list[Rollout] = []  # rollouts handed to the rewards, by key
 
     def run(
@@ -73,6 +79,7 @@ class RolloutRunner:
 
         Raises:
             GeneratorError: the generator serves another version, fails, or runs past the deadline.
+            StopRequestedError: some rank was asked to stop before it was done. Raised on every rank.
         """
         served = self._generator.status().policy_version
         if served != policy_version:
@@ -82,11 +89,20 @@ class RolloutRunner:
             )
         stats = RunStats()
         groups = self._plan(prompts, group_size, purpose)
-        started = time.perf_counter()
-        kept = self._generate(groups, sampling, policy_version, stats)
-        stats.generation_seconds = time.perf_counter() - started
-        self._collect_rewards(kept, stats)
-        stats.reward_seconds = time.perf_counter() - started - stats.generation_seconds
+        started, kept = time.perf_counter(), None
+        try:
+            kept = self._generate(groups, sampling, policy_version, stats)
+            stats.generation_seconds = time.perf_counter() - started
+            self._collect_rewards(kept, stats)
+            stats.reward_seconds = time.perf_counter() - started - stats.generation_seconds
+        except StopRequestedError:
+            kept = None
+        # A rank that finished before the request came gives its rollouts up with the others.
+        is_stopping = (
+            kept is None if self._control is None else self._control.is_stopping_anywhere(kept is None)
+        )
+        if kept is None or is_stopping:
+            raise StopRequestedError("The rollouts were given up: the run was asked to stop.")
         return (kept, stats) if self._exchange is None else exchange_groups(kept, stats, self._exchange)
 
     def _plan(self, prompts: Sequence[tuple[int, Prompt]], group_size: int, purpose: str) -> list[Group]:
@@ -155,6 +171,8 @@ class RolloutRunner:
     def _collect_rewards(self, groups: Sequence[Group], stats: RunStats) -> None:
         answered = 0
         for key, result in self._rewards.results(self._timeout):
+            if self._control is not None and self._control.should_interrupt():
+                raise StopRequestedError("Rewards were given up: the run was asked to stop.")
             answered += 1
             rollout = self._scoring[key]
             if isinstance(result, RewardFailure):

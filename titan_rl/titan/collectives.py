@@ -7,6 +7,7 @@ Rollouts go to the ranks that train on the same rows and to no others. Layers ab
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -118,20 +119,60 @@ class Collectives:
         Returns:
             The rank and its text, the same on all ranks; None when no rank has one.
         """
-        packed = torch.tensor(self.world_size if text is None else self.rank, device=self._device)
-        if self.world_size > 1:
-            dist.all_reduce(packed, op=dist.ReduceOp.MIN)
-        source = int(packed.item())
-        if source == self.world_size:
-            return None
-        content = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device=self._device)
-        encoded = (text or "").encode()[:_TEXT_BYTES]
-        content[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device=self._device)
-        if self.world_size > 1:
-            dist.broadcast(content, src=source)
-        return source, bytes(content.tolist()).rstrip(b"\0").decode(errors="ignore")
+        return _first(text, rank=self.rank, world_size=self.world_size, device=self._device)
 
     def barrier(self) -> None:
         """Wait until all ranks have come here."""
         if self.world_size > 1:
             dist.barrier()
+
+
+class HostGroup:
+    """All ranks of a run, agreeing over gloo: whatever the device, and without waiting for its queue.
+
+    What a background thread asks and what the training loop asks must go through different groups.
+
+    Attributes:
+        rank: Global rank of this process.
+        world_size: Number of processes.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(minutes=30)) -> None:
+        """Make the group. Collective.
+
+        Args:
+            timeout: How long a rank waits for the others.
+        """
+        is_distributed = dist.is_initialized()
+        self.rank = dist.get_rank() if is_distributed else 0
+        self.world_size = dist.get_world_size() if is_distributed else 1
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
+
+    def maximum(self, value: int) -> int:
+        """The largest value of any rank. Collective."""
+        packed = torch.tensor(value)
+        if self._group is not None:
+            dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=self._group)
+        return int(packed.item())
+
+    def first(self, text: str | None) -> tuple[int, str] | None:
+        """As :meth:`Collectives.first`."""
+        device = torch.device("cpu")
+        return _first(text, rank=self.rank, world_size=self.world_size, device=device, group=self._group)
+
+
+def _first(
+    text: str | None, *, rank: int, world_size: int, device: torch.device, group: Any = None
+) -> tuple[int, str] | None:
+    packed = torch.tensor(world_size if text is None else rank, device=device)
+    if world_size > 1:
+        dist.all_reduce(packed, op=dist.ReduceOp.MIN, group=group)
+    source = int(packed.item())
+    if source == world_size:
+        return None
+    content = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device=device)
+    encoded = (text or "").encode()[:_TEXT_BYTES]
+    content[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
+    if world_size > 1:
+        dist.broadcast(content, src=source, group=group)
+    return source, bytes(content.tolist()).rstrip(b"\0").decode(errors="ignore")

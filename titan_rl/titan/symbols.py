@@ -48,10 +48,13 @@ TORCHTITAN_IMPORTS = {
     "torchtitan.distributed.utils": {
         "clip_grad_norm_": "Clips and returns the global gradient norm.",
         "dist_sum": "Sums of the validation over ranks.",
+        "get_spmd_backend": "Restored after a plan, which sets another.",
+        "init_fake_mode": "The process group of a plan: ranks that do not exist.",
         "set_pg_timeouts": "Lets a rank wait for the slowest one's rollouts.",
+        "set_spmd_backend": "How a plan's model is sharded.",
     },
     "torchtitan.distributed": {
-        "ParallelDims": "Finds the data-parallel ranks (for its type only).",
+        "ParallelDims": "Finds the data-parallel ranks; the mesh of a plan.",
         "fsdp": "Module in which the gradient division is replaced on a CPU.",
     },
     "torchtitan.models.common.attention": {
@@ -163,10 +166,27 @@ TORCHTITAN_REACHED = {
         "_PipelineSchedule.step": "Runs one multiple, on every pipeline rank.",
     },
     "torchtitan.components.checkpointer": {
+        "CheckpointManager._create_checkpoint_id": "OVERRIDDEN: it is written aside until it is complete.",
+        "CheckpointManager._find_load_step": "OVERRIDDEN: the newest checkpoint whose manifest holds.",
+        "CheckpointManager._load": "OVERRIDDEN: a damaged checkpoint that is asked for is an error.",
+        "CheckpointManager._purge_stale_checkpoints": "OVERRIDDEN: retention follows a complete checkpoint.",
+        "CheckpointManager._save": "OVERRIDDEN: hashes, manifest, name; failures are counted.",
+        "CheckpointManager._should_save": "OVERRIDDEN: also when a checkpoint is asked for.",
+        "CheckpointManager._wait_for_saving": "OVERRIDDEN: a failure in the background is counted.",
+        "CheckpointManager.dcp_load": "OVERRIDDEN: nothing in a checkpoint is run.",
+        "CheckpointManager.enable": "Whether there are checkpoints.",
+        "CheckpointManager.folder": "Where they lie.",
         "CheckpointManager.initial_load_path": "SET to None by reward-model runs, which load those weights.",
+        "CheckpointManager.keep_latest_k": "How many of the latest stay.",
+        "CheckpointManager.last_save_model_only": "Whether the last one can be resumed from.",
         "CheckpointManager.load": "Restores the newest checkpoint of the run.",
+        "CheckpointManager.load_only": "Whether nothing is saved.",
+        "CheckpointManager.maybe_wait_for_saving": "Before the next checkpoint.",
         "CheckpointManager.maybe_wait_for_staging": "Before weights change under an asynchronous save.",
+        "CheckpointManager.purge_queue": "Deletes in the background.",
+        "CheckpointManager.purge_thread": "Whether it does.",
         "CheckpointManager.save": "At the end of an iteration.",
+        "CheckpointManager.save_future": "SET: an asynchronous save ends when its checkpoint is complete.",
         "CheckpointManager.states": "`rl_state` is added to it; read when saving and loading.",
     },
     "torchtitan.components.metrics": {
@@ -252,7 +272,7 @@ TORCHTITAN_REACHED = {
         "Trainer.parallel_dims": "The meshes of the run.",
         "Trainer.post_dataloading_process": "`ShardedModel.prepare` does the same to a micro-batch.",
         "Trainer.pp_schedule": "The schedule of the policy's stages; only there with a pipeline.",
-        "Trainer.should_continue_training": "Ends the loop at `training.steps`.",
+        "Trainer.should_continue_training": "OVERRIDDEN: the safe point, and the end at `training.steps`.",
         "Trainer.step": "Optimiser steps, and is in the checkpoint.",
         "Trainer.train": "OVERRIDDEN in RL: the loop over iterations.",
         "Trainer.train_context": "Context of forward and backward passes.",
@@ -261,6 +281,9 @@ TORCHTITAN_REACHED = {
 """What is reached through the imports: attributes, methods, and globals of modules."""
 
 VLLM_IMPORTS = {
+    "vllm.distributed.device_communicators": {
+        "cpu_communicator": "Module whose shared memory is named by the job too.",
+    },
     "vllm.distributed.parallel_state": {
         "destroy_model_parallel": "Ends vLLM's process groups and leaves the trainer's.",
     },
@@ -296,6 +319,9 @@ VLLM_IMPORTS = {
 """What is imported, in ``titan_rl/generation/`` alone."""
 
 VLLM_REACHED = {
+    "vllm.distributed.device_communicators.cpu_communicator": {
+        "_CPUSHMDistributed.make_group_name": "REPLACED: two jobs on a host would share one name.",
+    },
     "vllm.platforms.interface": {
         "Platform.is_cpu": "Whether the engine runs on a CPU.",
         "Platform.simple_compile_backend": "SET to eager on a CPU: no C++ compiler is needed.",

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import spmd_types as spmd
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,6 +24,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.sharding import ShardingConfig
 
 from titan_rl.errors import ConfigError
+from titan_rl.titan import safe_reading
 from titan_rl.titan.init import copy_full
 from titan_rl.titan.models import build_sharded
 from titan_rl.titan.sharded_model import ShardedModel
@@ -221,13 +221,13 @@ def load_value_checkpoint(
     """
     state = model.state_dict()
     try:
-        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        stored = safe_reading.read_metadata(path).state_dict_metadata
         head = stored.get(HEAD)
         has_head = isinstance(head, TensorStorageMetadata) and head.size[0] == 1
         absent = [HEAD, HEAD_BIAS] if not has_head else [HEAD_BIAS] if HEAD_BIAS not in stored else []
         for name in absent:
             state.pop(name, None)
-        dcp.load(state, checkpoint_id=path)
+        safe_reading.load(state, path)
     except (Exception, CheckpointException) as error:  # DCP raises its own, which is no Exception, and others
         raise ConfigError(
             where,

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from titan_rl.errors import ConfigError
+from titan_rl.titan import safe_reading
 from titan_rl.titan.init import replicated
 from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.titan.state import full_tensors, parts
@@ -115,7 +115,7 @@ def load_checkpoint(model: ShardedModel, path: str, *, where: str = "checkpoint.
     """
     state = dict(model.state_dict())
     try:
-        dcp.load(state, checkpoint_id=path)
+        safe_reading.load(state, path)
     except (Exception, CheckpointException) as error:  # DCP's own exception is no Exception
         raise ConfigError(
             where,

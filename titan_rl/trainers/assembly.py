@@ -173,6 +173,7 @@ def build_generator(trainer: RLTrainer, data: RunData) -> Generator:
         device_type=trainer.device.type,
         run_threads=torch.get_num_threads(),
         agree=_group_agreement(getattr(config.generator, "tensor_parallel_degree", 1)),
+        is_stopping=trainer.control.should_interrupt,
     )
     return build(config.generator, context=context)
 
@@ -217,6 +218,7 @@ def build_runner(trainer: RLTrainer, data: RunData) -> RolloutRunner:
         run_seed=trainer.run_seed,
         timeout_seconds=config.sampling.timeout_seconds,
         exchange=trainer.collectives.exchange if trainer.collectives.shares_rows else None,
+        control=trainer.control,
     )
 
 

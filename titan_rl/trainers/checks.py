@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.algorithms.preset import check_composition, derive_needs
@@ -33,14 +34,46 @@ def check_config(config: RLTrainer.Config, *, world_size: int, device_type: str)
     """
     degree = getattr(config.generator, "tensor_parallel_degree", 1)
     check_layout(config, world_size=world_size, generator_degree=degree)
+    for check in _checks(config, device_type):
+        check()
+
+
+def find_contradictions(config: RLTrainer.Config, *, device_type: str) -> list[ConfigError]:
+    """Everything that :func:`check_config` would refuse, but for the layout, which a plan checks by itself.
+
+    Args:
+        config: The whole configuration.
+        device_type: ``cpu`` or ``cuda``, of the run.
+    """
+    found = []
+    for check in _checks(config, device_type):
+        try:
+            check()
+        except ConfigError as error:
+            found.append(error)
+    return found
+
+
+def _checks(config: RLTrainer.Config, device_type: str) -> list[Callable[[], None]]:
+    return [
+        lambda: _check_rewards(config),
+        lambda: _check_steps(config),
+        lambda: _check_lengths(config),
+        lambda: _check_sampling(config),
+        lambda: _check_device(config, device_type),
+        lambda: _check_algorithm(config),
+        lambda: _check_shaping(config),
+    ]
+
+
+def _check_rewards(config: RLTrainer.Config) -> None:
     specs = [RewardSpec.from_table(table) for table in config.reward]
     if not specs and config.reward_model is None:
         raise ConfigError("[[reward]]", "stand in the configuration at least once", 0, "Add one reward.")
     check_specs(specs)
-    _check_steps(config)
-    _check_lengths(config)
-    _check_sampling(config)
-    _check_device(config, device_type)
+
+
+def _check_algorithm(config: RLTrainer.Config) -> None:
     needs = derive_needs(build(config.advantage), config.loss.build(), steps_per_iteration=1)
     _check_needs(config, needs)
     spec: Any = config.model_spec
@@ -56,7 +89,6 @@ def check_config(config: RLTrainer.Config, *, world_size: int, device_type: str)
         group_size=config.sampling.group_size,
         advantage_type=Choice(ADVANTAGES).name_of(config.advantage),
     )
-    _check_shaping(config)
 
 
 def check_supervised_config(config: SupervisedTrainer.Config, *, world_size: int) -> None:

@@ -75,7 +75,7 @@ def default_config(trainer: str) -> Any:
     return config
 
 
-def configure(document: Document, trainer: str) -> Any:
+def configure(document: Document, trainer: str, *, device_type: str | None = None) -> Any:
     """Build a trainer's configuration; ``.build()`` on it makes the trainer.
 
     Prepares TorchTitan for this process's device first.
@@ -83,6 +83,7 @@ def configure(document: Document, trainer: str) -> Any:
     Args:
         document: Checked, without its root key ``trainer``.
         trainer: A key of ``TRAINER_CONFIGS``.
+        device_type: ``cuda`` or ``cpu``, of the run that is configured; by default this process's.
 
     Raises:
         ConfigError: values, model or directory do not fit.
@@ -91,7 +92,7 @@ def configure(document: Document, trainer: str) -> Any:
     default = default_config(trainer)
     if trainer == "rl":
         default = _with_preset(default, document)
-    if choose_device() == "cpu":
+    if (device_type or choose_device()) == "cpu":
         # bf16 is about ten times slower than fp32 on a CPU without AVX-512 or AMX.
         default.training.mixed_precision_param = "float32"
     table = _with_found_paths(document.table, Path(document.file).parent)

@@ -6,19 +6,19 @@ All of it is decided before anything is written, so that a start that is refused
 from __future__ import annotations
 
 import json
-import re
-import warnings
+import os
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-
+from titan_rl.config.choice import owner_of
+from titan_rl.config.differences import diff
 from titan_rl.errors import ConfigError
+from titan_rl.resilience import manifest, shelf
 from titan_rl.resilience.state import RunState
-
-_STEP = re.compile(r"step-(\d+)")
+from titan_rl.titan.api import logger
+from titan_rl.trainers import resume_rules
 
 
 def results(config: Any) -> Path | None:
@@ -94,33 +94,71 @@ def refuse_overwriting(config: Any, config_text: str) -> None:
 
 
 def checkpoint_to_resume(config: Any) -> Path | None:
-    """The checkpoint that TorchTitan's checkpointer will load: the newest whole one, or the one asked for.
+    """The checkpoint that a run will load: the newest complete one, or the one asked for.
+
+    Names and sizes are looked at, not yet the hashes: that takes all ranks.
 
     Args:
         config: A trainer's configuration.
 
     Raises:
-        ConfigError: ``checkpoint.load_step`` names one that does not exist.
+        ConfigError: ``checkpoint.load_step`` names one that is missing or damaged, or there are checkpoints
+            and none is complete.
     """
     section = config.checkpoint
     if not section.enable:
         return None
     folder = Path(config.dump_folder) / section.folder
     if section.load_step != -1:
-        path = folder / f"step-{section.load_step}"
-        if path.is_dir():
-            return path
+        asked = shelf.entry(folder / f"step-{section.load_step}")
+        if asked.fault is not None:
+            raise shelf.no_such_checkpoint(section.load_step, asked.fault)
+        return asked.path
+    found = shelf.entries(folder)
+    newest = shelf.newest_first(found)
+    if found and not newest:
+        raise shelf.none_complete(folder, found)
+    return newest[0][0] if newest else None
+
+
+def check_changes(config: Any, config_text: str) -> None:
+    """Say what changed since the checkpoint that is about to be resumed, and refuse what may not.
+
+    Args:
+        config: A trainer's configuration.
+        config_text: The same, as it is written.
+
+    Raises:
+        ConfigError: a key may not change, or another trainer wrote the checkpoint.
+    """
+    path = checkpoint_to_resume(config)
+    if path is None:
+        return
+    said, trainer = manifest.read(path), getattr(owner_of(type(config)), "kind", "")
+    if said.facts.trainer and said.facts.trainer != trainer:
         raise ConfigError(
-            "checkpoint.load_step",
-            "name a checkpoint of this run",
-            section.load_step,
-            f"There is no {path}.",
+            "trainer",
+            f"stay {said.facts.trainer} when a run is resumed",
+            trainer,
+            "Choose another dump_folder; to start from the weights of this checkpoint, name it in "
+            "checkpoint.initial_load_path.",
         )
-    steps = [int(match[1]) for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))]
-    # Written last: without it a checkpoint is not whole.
-    last = (".metadata", "model.safetensors.index.json")
-    whole = [step for step in steps if any((folder / f"step-{step}" / name).is_file() for name in last)]
-    return folder / f"step-{max(whole)}" if whole else None
+    stored = path / "config.toml"
+    if not stored.is_file():
+        return
+    changes = resume_rules.judge(
+        diff(tomllib.loads(stored.read_text(encoding="utf-8")), tomllib.loads(config_text))
+    )
+    if os.environ.get("RANK", "0") == "0":
+        for change in changes:
+            logger.warning(
+                "%s is %r, and was %r in the checkpoint of step %d: %s.",
+                change.key,
+                change.new,
+                change.old,
+                said.step,
+                change.rule.why,
+            )
 
 
 def check_resume(config: Any, state: RunState, *, name: str) -> None:
@@ -128,7 +166,7 @@ def check_resume(config: Any, state: RunState, *, name: str) -> None:
 
     Args:
         config: A trainer's configuration.
-        state: Of this start; it takes over the counters, as it will again when the checkpoint is restored.
+        state: Of this start.
         name: Of the state in checkpoints.
 
     Raises:
@@ -137,20 +175,17 @@ def check_resume(config: Any, state: RunState, *, name: str) -> None:
     path = checkpoint_to_resume(config)
     if path is None:
         return
-    stored = {name: state.state_dict()}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(stored, checkpoint_id=path, no_dist=True)
-    except (CheckpointException, RuntimeError) as error:
+    stored = manifest.read(path).facts.state.get(name, {})
+    missing = sorted(set(state.numbers()) - set(stored))
+    if missing:
         raise ConfigError(
             "dump_folder",
             f"hold checkpoints with all of the {name}, or none",
-            str(path),
+            f"{path} without {', '.join(missing)}",
             "Choose another dump_folder; to start from the weights of this checkpoint, name it in "
             "checkpoint.initial_load_path.",
-        ) from error
-    state.load_state_dict(stored[name])
+        )
+    state.check(stored)
 
 
 def _held_out(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -37,7 +37,11 @@ class ValidationSection:
 
 
 class HeldOutValidator(Validator):
-    """TorchTitan's place for a validation, filled with the documents that the sources hold out."""
+    """TorchTitan's place for a validation, filled with the documents that the sources hold out.
+
+    Attributes:
+        measured: The loss of the last validation, by its step.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
@@ -63,6 +67,7 @@ class HeldOutValidator(Validator):
             given: What TorchTitan gives to every validator.
         """
         self.config: Any = config
+        self.measured: dict[int, float] = {}
         self.parallelism, self.parallel_dims = given["parallelism"], given["parallel_dims"]
         self.loss_fn, self.validation_context = given["loss_fn"], given["validation_context"]
         self.metrics_processor = given["metrics_processor"]
@@ -158,6 +163,7 @@ class HeldOutValidator(Validator):
             metrics["token_accuracy"] = sums["right_tokens"] / max(sums["tokens"], 1)
             metrics["document_accuracy"] = 1 - sums["wrong_documents"] / sums["documents"]
         self.metrics_processor.logger.log({f"validation/{k}": v for k, v in metrics.items()}, step)
+        self.measured = {step: metrics["loss"]}
         shown = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())
         logger.info("step %d  held out, %d documents: %s", step, self.num_documents, shown)
         if dist.get_rank() == 0:

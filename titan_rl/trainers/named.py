@@ -7,6 +7,7 @@ trainer is built. The names are in :mod:`titan_rl.config_registry`.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from titan_rl.config.schema import check
 from titan_rl.config.toml import Document
 from titan_rl.config.validation import find_errors
 from titan_rl.errors import ConfigError
+from titan_rl.resilience.lock import FolderLock
 from titan_rl.trainers import earlier_start
 from titan_rl.trainers.configuration import RULES, configure
 from titan_rl.trainers.preference import PreferenceTrainer
@@ -163,7 +165,10 @@ def _checked(config: Any, trainer: str) -> str:
     """Check what the command line changed; returns the configuration as it is written."""
     check_values(config, trainer)
     text = to_toml(config, RULES)
+    if os.environ.get("RANK", "0") == "0":
+        atexit.register(FolderLock(Path(config.dump_folder)).release)
     earlier_start.refuse_overwriting(config, text)
+    earlier_start.check_changes(config, text)
     return text
 
 

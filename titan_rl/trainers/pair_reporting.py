@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from titan_rl.errors import TitanRLError
 from titan_rl.observability.progress import duration, progress_line
 from titan_rl.observability.summary import write_json
+from titan_rl.resilience.manifest import HeldOut
 from titan_rl.titan.api import logger
 from titan_rl.titan.device import peak_memory_bytes
 
@@ -61,18 +62,26 @@ class PairSummary:
     def text(self) -> str:
         """Format for a person."""
         lines = [f"Done: {self.steps} steps in {duration(self.seconds)}."]
-        for name, before, after in (
-            ("accuracy", self.accuracy_before, self.accuracy_after),
-            ("margin", self.margin_before, self.margin_after),
-        ):
-            if before is not None and after is not None:
-                lines.append(
-                    f"Held-out {name} on {self.num_evaluated} preferences: "
-                    f"{before:.3f} before, {after:.3f} after."
-                )
+        before, after = self.evaluations.get(0), self.evaluations.get(self.steps)
+        if before is not None and after is not None:
+            lines += [
+                f"Held-out {name} on {self.num_evaluated} preferences: "
+                f"{_with_error(name, before, self.num_evaluated)} before, "
+                f"{_with_error(name, after, self.num_evaluated)} after."
+                for name in ("accuracy", "margin")
+            ]
         lines += [f"  {name + ':':<12} {seconds:.1f} s" for name, seconds in self.stage_seconds.items()]
         lines += [f"  {name + ':':<12} {path}" for name, path in self.paths.items()]
         return "\n".join(lines)
+
+
+def _with_error(name: str, metrics: Mapping[str, float], count: int) -> str:
+    """A mean over ``count`` preferences, with its standard error where the metrics tell it."""
+    value = metrics[name]
+    deviation = math.sqrt(value * (1 - value)) if name == "accuracy" else metrics.get(f"{name}_std")
+    if deviation is None:
+        return f"{value:.3f}"
+    return f"{value:.3f} +- {deviation / math.sqrt(count):.3f}"
 
 
 class PairReporter:
@@ -110,13 +119,18 @@ class PairReporter:
         self._summary.evaluations[trainer.step] = dict(metrics)
         trainer.metrics_processor.logger.log(named, trainer.step)
         logger.info(
-            "step %d  held-out accuracy %.3f  margin %.3f  loss %.4f  on %d preferences",
+            "step %d  held-out accuracy %s  margin %s  loss %.4f  on %d preferences",
             trainer.step,
-            metrics["accuracy"],
-            metrics["margin"],
+            _with_error("accuracy", metrics, num_preferences),
+            _with_error("margin", metrics, num_preferences),
             metrics["loss"],
             num_preferences,
         )
+
+    def held_out(self, step: int) -> HeldOut | None:
+        """The accuracy measured at a step, if any was."""
+        metrics = self._summary.evaluations.get(step, {})
+        return HeldOut("evaluation/accuracy", metrics["accuracy"]) if "accuracy" in metrics else None
 
     def step(self, outcome: StepOutcome) -> None:
         """Report one optimiser step. Collective."""

@@ -10,6 +10,7 @@ from annotated_types import Ge
 from titan_rl.config.choice import Choice
 from titan_rl.data.arithmetic_preferences import ArithmeticPreferences
 from titan_rl.data.preferences import PREFERENCES
+from titan_rl.trainers.sections import ResilienceSection
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,8 +69,8 @@ class PairReferenceSection:
 
 
 @dataclass(kw_only=True, slots=True)
-class PairResilienceSection:
-    """Table ``[resilience]``."""
+class PairResilienceSection(ResilienceSection):
+    """Table ``[resilience]`` of a preference or reward-model run."""
 
     max_skipped_steps: Annotated[int, Ge(0)] = 3
     """The run ends after more skipped steps in a row (a non-finite gradient)."""

@@ -24,8 +24,10 @@ from titan_rl.errors import NonFiniteError
 from titan_rl.functional.expert_load import expert_load
 from titan_rl.observability.stages import StageTimer
 from titan_rl.policy.reference_cache import ReferenceCache
+from titan_rl.resilience.manifest import Facts
+from titan_rl.resilience.saving import CheckpointManager
 from titan_rl.resilience.state import RunState, seed_process
-from titan_rl.titan.api import CheckpointManager, Profiler, Trainer, logger, set_pg_timeouts
+from titan_rl.titan.api import Profiler, Trainer, logger, set_pg_timeouts
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.models import ModelSection
 from titan_rl.titan.sharded_model import Hidden, ShardedModel
@@ -40,6 +42,7 @@ from titan_rl.trainers.pair_sections import (
     PairEvaluationSection,
     PairResilienceSection,
 )
+from titan_rl.trainers.resilient import ResilientTrainer
 from titan_rl.trainers.row_shape import row_shape
 
 
@@ -72,7 +75,7 @@ class _Built:
         return self._loss
 
 
-class PairTrainer(Trainer):
+class PairTrainer(ResilientTrainer):
     """Training on preferences. TorchTitan builds model, optimiser, schedule, checkpointer and metrics."""
 
     @dataclass(kw_only=True, slots=True)
@@ -90,7 +93,7 @@ class PairTrainer(Trainer):
         evaluation: PairEvaluationSection = field(default_factory=PairEvaluationSection)
         """Held-out preferences."""
         resilience: PairResilienceSection = field(default_factory=PairResilienceSection)
-        """When to give up."""
+        """When to save, to stop and to give up."""
         # TorchTitan types these fields by their base classes; each is built by its own class alone.
         dataloader: NoDataLoader.Config = field(  # pyrefly: ignore[bad-override-mutable-attribute]
             default_factory=NoDataLoader.Config
@@ -105,7 +108,6 @@ class PairTrainer(Trainer):
     # Narrower than TorchTitan declares them, because the configuration above is.
     config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
     loss_fn: PreferenceLoss  # pyrefly: ignore[bad-override]
-    checkpointer: CheckpointManager  # pyrefly: ignore[bad-override-mutable-attribute]
     reference: ReferenceCache | None = None
 
     def __init__(self, config: Config) -> None:
@@ -206,7 +208,8 @@ class PairTrainer(Trainer):
             global_step=self.step, base_folder=self.config.dump_folder
         ) as profiler:
             self._iterate(profiler)
-        self.report.finish()
+        if self.outcome == "done":
+            self.report.finish()
 
     def _iterate(self, profiler: Profiler) -> None:
         """One optimiser step from top to bottom."""
@@ -351,14 +354,21 @@ class PairTrainer(Trainer):
         return torch.tensor(mean, dtype=torch.float32, device=self.device)
 
     def reduce(self, parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
-        """Add up means and take maxima over micro-batches and ranks. Collective."""
+        """Add up means and take maxima over micro-batches and ranks. Collective.
+
+        Of pairs, ``margin_square`` becomes ``margin_std``, the deviation of the margin over all of them.
+        """
         columns: dict[str, list[float]] = {}
         for part in parts:
             for name, value in part.items():
                 columns.setdefault(name, []).append(float(value))
         sums = {n.removesuffix("/mean"): math.fsum(v) for n, v in columns.items() if n.endswith("/mean")}
         maxima = {n.removesuffix("/max"): max(v) for n, v in columns.items() if n.endswith("/max")}
-        return self.collectives.reduce(sums, "sum") | self.collectives.reduce(maxima, "max")
+        reduced = self.collectives.reduce(sums, "sum") | self.collectives.reduce(maxima, "max")
+        square = reduced.pop("margin_square", None)
+        if square is not None:
+            reduced["margin_std"] = math.sqrt(max(square - reduced["margin"] ** 2, 0.0))
+        return reduced
 
     def _inputs(
         self,
@@ -389,6 +399,14 @@ class PairTrainer(Trainer):
         if self.reference is None:
             raise ValueError("A loss that needs a reference needs a trainer that has one.")
         return torch.tensor(self.reference.lookup(batch.keys), dtype=torch.float32, device=self.device)
+
+    def facts(self) -> Facts:
+        """The accuracy on held-out preferences, and the counters."""
+        return Facts(
+            trainer=self.kind,
+            held_out=self.report.held_out(self.step),
+            state={"pair_state": self.state.numbers()},
+        )
 
     def _resume(self) -> None:
         """Restore the newest checkpoint of this run, if there is one."""

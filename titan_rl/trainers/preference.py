@@ -34,6 +34,8 @@ class PreferenceTrainer(PairTrainer):
     is restored, by the policy itself, and kept on disk: no second model is ever held.
     """
 
+    kind = "preference"
+
     @dataclass(kw_only=True, slots=True)
     class Config(PairTrainer.Config):
         """The sections of a preference run."""

@@ -13,6 +13,7 @@ from titan_rl.errors import TitanRLError
 from titan_rl.observability.progress import progress_line
 from titan_rl.observability.recorder import RolloutRecorder
 from titan_rl.observability.summary import RunSummary, read_scores, write_json
+from titan_rl.resilience.manifest import HeldOut
 from titan_rl.rollout.evaluation import total_up
 from titan_rl.rollout.source import Taken
 from titan_rl.titan.api import logger
@@ -30,7 +31,11 @@ _STAGES = ("generate", "score", "train", "sync", "evaluate", "checkpoint")
 
 
 class Reporter:
-    """Collects, reduces over ranks, and writes. Its collective methods are called on every rank."""
+    """Collects, reduces over ranks, and writes. Its collective methods are called on every rank.
+
+    Attributes:
+        reward: Mean over the rollouts of the last iteration; None before the first.
+    """
 
     def __init__(self, trainer: RLTrainer, *, folder: Path | None = None) -> None:
         """Bind a trainer whose collaborators are built.
@@ -46,6 +51,7 @@ class Reporter:
         self._padding: list[tuple[float, int]] = []
         self._measured: dict[str, float] = {}
         self._score: float | None = None
+        self.reward: float | None = None
 
     def start(self) -> None:
         """After the checkpoint is restored: forget what a resumed run executes again."""
@@ -57,6 +63,11 @@ class Reporter:
             scores = read_scores(self._folder / "summary.json")
             self._summary.scores = {s: v for s, v in scores.items() if s <= trainer.step}
         self._collectives.barrier()
+
+    def held_out(self, step: int) -> HeldOut | None:
+        """The score measured at a step, if any was."""
+        score = self._summary.scores.get(step)
+        return None if score is None else HeldOut("evaluation/score", score)
 
     def record(self, taken: Taken, advantages: Mapping[tuple[int, int], float]) -> None:
         """Write this rank's rollouts of the iteration, with the advantages of those that are trained on."""
@@ -144,6 +155,7 @@ class Reporter:
         trainer = self._trainer
         seconds = trainer.timer.take()
         metrics = self._rollout_metrics(taken)
+        self.reward = metrics["reward/mean"]
         metrics |= self._measured
         self._measured = {}  # what the next iteration does not measure is not reported again
         metrics |= self._step_metrics(results)

@@ -27,6 +27,8 @@ from titan_rl.trainers.pair_trainer import PairTrainer
 class RewardModelTrainer(PairTrainer):
     """Reward modelling as a TorchTitan trainer, from the weights of a language model."""
 
+    kind = "reward_model"
+
     @dataclass(kw_only=True, slots=True)
     class Config(PairTrainer.Config):
         """The sections of a reward-model run."""

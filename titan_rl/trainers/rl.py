@@ -12,16 +12,17 @@ from pathlib import Path
 from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.algorithms.preset import derive_needs
 from titan_rl.config.choice import build
-from titan_rl.errors import ConfigError, NonFiniteError, TitanRLError
+from titan_rl.errors import ConfigError, NonFiniteError, StopRequestedError, TitanRLError
 from titan_rl.functional.expert_load import expert_load
 from titan_rl.observability.stages import StageTimer
 from titan_rl.policy.critic import Critic, build_critic
 from titan_rl.policy.teacher import Teacher, build_teacher
 from titan_rl.policy.token_scores import LogprobScorer
+from titan_rl.resilience.manifest import Facts
 from titan_rl.resilience.state import RunState, seed_process
 from titan_rl.rollout.permutation import permute_rewards
 from titan_rl.rollout.source import Taken
-from titan_rl.titan.api import CheckpointManager, Profiler, Trainer, logger, set_pg_timeouts
+from titan_rl.titan.api import Profiler, logger, set_pg_timeouts
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.trainers import assembly, checks, earlier_start, initial_weights
@@ -34,17 +35,20 @@ from titan_rl.trainers.optimization import (
     reduce_metrics,
 )
 from titan_rl.trainers.reporting import Reporter
+from titan_rl.trainers.resilient import ResilientTrainer
 from titan_rl.trainers.rl_config import RLConfig
 from titan_rl.types import Sample
 from titan_rl.weight_sync.push import WeightSync
 
 
-class RLTrainer(Trainer):
+class RLTrainer(ResilientTrainer):
     """Reinforcement learning as a TorchTitan trainer.
 
     TorchTitan builds the sharded policy, optimiser, schedule, checkpointer and metrics. Added after it: the
     generator, the rewards, the reference, and the loop.
     """
+
+    kind = "rl"
 
     @dataclass(kw_only=True, slots=True)
     class Config(RLConfig):
@@ -53,7 +57,6 @@ class RLTrainer(Trainer):
     # Narrower than TorchTitan declares them, because the configuration above is.
     config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
     loss_fn: PolicyLoss  # pyrefly: ignore[bad-override]
-    checkpointer: CheckpointManager  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, config: Config) -> None:
         """Build the policy with TorchTitan, then everything around it.
@@ -108,20 +111,24 @@ class RLTrainer(Trainer):
         self._resume()
         self.report.start()
         self.sync_weights()
-        if self.state.iteration == 0:
+        if self.state.iteration == 0 or self.state.is_evaluation_left:
             self.evaluate()
         with self.config.profiler.build(
             global_step=self.step, base_folder=self.config.dump_folder
         ) as profiler:
             self._iterate(profiler)
-        self.report.finish()
+        if self.outcome == "done":
+            self.report.finish()
 
     def _iterate(self, profiler: Profiler) -> None:
         """The loop: one iteration from top to bottom."""
         while self.should_continue_training():
             self.gc_handler.run(self.state.iteration + 1)
             seed_process(self.run_seed, self.state.iteration, self.collectives.data_rank)
-            taken = self.generate()
+            try:
+                taken = self.generate()
+            except StopRequestedError:
+                continue  # nothing of this iteration has happened; the loop's condition saves and ends it
             batches = self.batch_maker.make(taken)
             results = [self.update(batch) for batch in batches]
             self.state.iteration += 1
@@ -148,6 +155,8 @@ class RLTrainer(Trainer):
         self._resume()
         self.sync_weights()
         metrics = self.evaluate()
+        if self.state.is_evaluation_left:
+            raise StopRequestedError("The evaluation was given up: the process was asked to stop.")
         if not metrics:
             raise ConfigError(
                 "data.source",
@@ -233,23 +242,41 @@ class RLTrainer(Trainer):
     def evaluate(self) -> dict[str, float]:
         """Score held-out prompts and report the result; empty when nothing is held out."""
         section = self.config.evaluation
+        self.state.is_evaluation_left = 1
         with self.timer.stage("evaluate"):
             prompts = self.data.held_out_prompts()
-            groups, _ = self.runner.run(
-                list(enumerate(prompts)),
-                group_size=section.samples_per_prompt,
-                sampling=dataclasses.replace(self.data.sampling, temperature=section.temperature),
-                policy_version=self.state.policy_version,
-                purpose="evaluation",
-            )
+            try:
+                groups, _ = self.runner.run(
+                    list(enumerate(prompts)),
+                    group_size=section.samples_per_prompt,
+                    sampling=dataclasses.replace(self.data.sampling, temperature=section.temperature),
+                    policy_version=self.state.policy_version,
+                    purpose="evaluation",
+                )
+            except StopRequestedError:
+                return {}  # left to the start that continues this run
             if self.model_reward is not None and not self.config.reward:
                 self.model_reward(groups)
+        self.state.is_evaluation_left = 0
         return self.report.evaluation(groups)
 
     # ------------------------------------------------------------------------------------------ details
 
     timer: StageTimer
     _skipped_in_a_row: int
+
+    def has_work_left(self) -> bool:
+        """Whether an evaluation was given up."""
+        return bool(self.state.is_evaluation_left)
+
+    def facts(self) -> Facts:
+        """Reward of the last iteration, held-out score of this step, and the counters."""
+        return Facts(
+            trainer=self.kind,
+            reward=self.report.reward,
+            held_out=self.report.held_out(self.step),
+            state={"rl_state": self.state.numbers()},
+        )
 
     def _resume(self) -> None:
         """Restore the newest checkpoint of this run, if there is one."""

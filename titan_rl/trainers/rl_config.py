@@ -18,9 +18,10 @@ from titan_rl.generation.registry import GENERATORS
 from titan_rl.generation.vllm import VllmGenerator
 from titan_rl.policy.critic import Critic
 from titan_rl.policy.teacher import Teacher
+from titan_rl.resilience.saving import CheckpointManager
 from titan_rl.rewards.pool import RewardPool
 from titan_rl.rollout.evaluation import EvaluationSection
-from titan_rl.titan.api import CheckpointManager, Trainer
+from titan_rl.titan.api import Trainer
 from titan_rl.titan.models import ModelSection
 from titan_rl.trainers.data_loaders import NoDataLoader
 from titan_rl.trainers.sections import (
@@ -28,8 +29,8 @@ from titan_rl.trainers.sections import (
     BatchingSection,
     DataSection,
     ReferenceSection,
-    ResilienceSection,
     RewardModelSection,
+    RLResilienceSection,
     SamplingSection,
 )
 from titan_rl.weight_sync.push import WeightSyncSection
@@ -84,8 +85,8 @@ class RLConfig(Trainer.Config):
     """The model that a loss with ``distillation`` draws the policy to."""
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     """Scores on held-out prompts."""
-    resilience: ResilienceSection = field(default_factory=ResilienceSection)
-    """When to give up."""
+    resilience: RLResilienceSection = field(default_factory=RLResilienceSection)
+    """When to save, to stop and to give up."""
     dataloader: NoDataLoader.Config = field(  # pyrefly: ignore[bad-override-mutable-attribute]
         default_factory=NoDataLoader.Config
     )

@@ -34,8 +34,9 @@ class AlgorithmSection:
     it they are recomputed and a warning says so."""
 
     permute_rewards: bool = False
-    """Control experiment: hand each group's rewards to its rollouts in a random order, before they are
-    recorded. The held-out score must then not rise; if it does, something other than the reward teaches."""
+    """Control experiment: hand the rewards of each rank's rollouts to one another in a random order, before
+    they are recorded. The held-out score must then not rise; if it does, something other than the reward
+    teaches."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -131,7 +132,27 @@ class RewardModelSection:
 
 @dataclass(kw_only=True, slots=True)
 class ResilienceSection:
-    """Table ``[resilience]``."""
+    """Table ``[resilience]``, as every trainer has it."""
+
+    grace_seconds: Annotated[float, Gt(0)] = 25.0
+    """From SIGTERM until the ranks end, with a checkpoint if a safe point came in time. torchrun kills them
+    after 30 s unless it is started with ``--shutdown-timeout``."""
+
+    stop_after_minutes: Annotated[float, Ge(0)] = 0.0
+    """Age of the process at which the run saves and ends (``time_limit``), before a batch system ends it.
+    0: no limit."""
+
+    max_failed_saves: Annotated[int, Ge(1)] = 3
+    """So many checkpoints in a row that cannot be written end the run; until then training goes on."""
+
+    keep_best: Annotated[int, Ge(0)] = 1
+    """Checkpoints with the best held-out scores that are kept besides the latest
+    ``checkpoint.keep_latest_k``."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RLResilienceSection(ResilienceSection):
+    """Table ``[resilience]`` of an RL run."""
 
     max_failed_reward_fraction: Annotated[float, Interval(ge=0, le=1)] = 0.5
     """The run ends when a larger share of an iteration's rewards failed."""

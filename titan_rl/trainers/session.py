@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -13,7 +14,10 @@ import torch.distributed as dist
 from titan_rl.config.dump import to_toml
 from titan_rl.config.toml import Document
 from titan_rl.errors import ConfigError, TitanRLError
-from titan_rl.resilience.status import write_status
+from titan_rl.resilience import signals
+from titan_rl.resilience.lock import FolderLock
+from titan_rl.resilience.status import Outcome, write_status
+from titan_rl.resilience.stopping import EXIT_CODE
 from titan_rl.titan.api import init_logger, logger
 from titan_rl.trainers import earlier_start
 from titan_rl.trainers.configuration import RULES
@@ -28,51 +32,157 @@ def run(config: Any, document: Document, *, evaluate_only: bool = False) -> int:
         evaluate_only: Score held-out prompts and leave configuration and status of the run as they are.
 
     Returns:
-        0 when the run did what was asked; 2 for the user's input; 1 otherwise. The cause is one line on
-        standard error and in ``status.json``; the traceback of an unexpected error is printed too.
+        0 when the run did what was asked, or stopped on request; 2 for the user's input; 1 otherwise. The
+        cause is one line on standard error and in ``status.json``; the traceback of an unexpected error is
+        printed too.
     """
     init_logger()
-    folder, trainer = Path(config.dump_folder), None
-    writes_status = int(os.environ["RANK"]) == 0 and not evaluate_only
-    is_first = earlier_start.results(config) is None
+    session = _Session(config, is_training=not evaluate_only)
     try:
-        text = to_toml(config, RULES)
-        if evaluate_only:  # its results are one file of their own
-            config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
-        else:
-            done = earlier_start.finished(config, text)
-            if done is not None:
-                if writes_status:
-                    logger.info(done)
-                return 0
-            earlier_start.refuse_overwriting(config, text)
-        if writes_status and is_first:
-            _begin(folder, text)
-        trainer = config.build()
-        # What an earlier start left is replaced only now: building refuses what does not continue it.
-        if writes_status and not is_first:
-            _begin(folder, text)
+        if not session.start():
+            return 0
+        trainer: Any = session.trainer
         trainer.evaluate_only() if evaluate_only else trainer.train()
     except Exception as error:
+        error = _as_users_input(error)
         if isinstance(error, ConfigError):
             error = document.located(error)
         elif not isinstance(error, TitanRLError):
             traceback.print_exc()
-        # A refused start leaves the status of the run that it did not continue.
-        is_refusal = not is_first and trainer is None and isinstance(error, ConfigError)
-        _fail(trainer, error, folder=folder if writes_status and not is_refusal else None)
+        session.fail(error)
         return 2 if isinstance(error, ConfigError) else 1
-    if writes_status:
-        write_status(folder, "done", step=trainer.step)
-    trainer.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    session.finish()
     return 0
 
 
-def _begin(folder: Path, text: str) -> None:
-    write_config(folder, text)
-    write_status(folder, "running", step=0)
+class _Session:
+    """What a start does to its output directory, on the rank that writes there.
+
+    Attributes:
+        trainer: None until it is built.
+    """
+
+    def __init__(self, config: Any, *, is_training: bool) -> None:
+        self.trainer: Any = None
+        self._config, self._folder = config, Path(config.dump_folder)
+        self._is_training = is_training
+        self._writes = int(os.environ["RANK"]) == 0 and is_training
+        self._lock: FolderLock | None = None
+        # Whether status and configuration in the folder are this start's own.
+        self._has_begun = False
+
+    def start(self) -> bool:
+        """Build the trainer; False if there is nothing left to do.
+
+        Raises:
+            ConfigError: the run cannot be started, or the folder is another job's.
+        """
+        text = to_toml(self._config, RULES)
+        if not self._is_training:  # its results are one file of their own
+            self._config.metrics.enable_tensorboard = self._config.metrics.enable_wandb = False
+            self.trainer = self._config.build()
+            return True
+        done = earlier_start.finished(self._config, text)
+        if done is not None:
+            if self._writes:
+                logger.info(done)
+            return False
+        if self._writes:
+            self._lock = FolderLock(self._folder)
+            if self._lock.stale is not None:
+                logger.warning(
+                    "Taking over %s: %s wrote to it and ended without saying so.",
+                    self._folder,
+                    self._lock.stale,
+                )
+        signals.listen(self._end_before_start)
+        earlier_start.refuse_overwriting(self._config, text)
+        earlier_start.check_changes(self._config, text)
+        is_first = earlier_start.results(self._config) is None
+        if is_first:
+            self._begin(text)
+        self.trainer = self._config.build()
+        # What an earlier start left is replaced only now: building refuses what does not continue it.
+        if not is_first:
+            self._begin(text)
+        self.trainer.control.on_forced_end = self._end_at_once
+        return True
+
+    def finish(self) -> None:
+        """Say how the run ended, and release everything."""
+        outcome: Outcome = self.trainer.outcome
+        if self._writes:
+            write_status(self._folder, outcome, step=self.trainer.step, requeue=outcome != "done")
+        self.trainer.close()
+        # The launcher's copy of a SIGTERM that was obeyed must not turn the exit code into another one.
+        signals.listen(lambda _: None)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._unlock()
+
+    def fail(self, error: Exception) -> None:
+        """Say the cause, leave it in ``status.json``, and release what the trainer holds.
+
+        A refused start leaves the status of the run that it did not continue.
+        """
+        name = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
+        cause = f"{name}: {error}"
+        print(f"[rank {os.environ['RANK']}] {cause}", file=sys.stderr, flush=True)
+        if self.trainer is not None:
+            cause = self.trainer.control.note_failure(cause)
+        is_refusal = isinstance(error, ConfigError) and not self._has_begun
+        if self._writes and not is_refusal and self._folder.is_dir():
+            write_status(self._folder, "failed", step=getattr(self.trainer, "step", 0), cause=cause)
+        if self.trainer is not None:
+            try:
+                self.trainer.close()
+            except Exception:
+                logger.exception("Closing after a failure failed too.")
+        self._unlock()
+
+    def _begin(self, text: str) -> None:
+        if not self._writes:
+            return
+        write_config(self._folder, text)
+        write_status(self._folder, "running", step=0)
+        if self._lock is not None:
+            self._lock.claim()
+        self._has_begun = True
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release(is_claimed=self._has_begun)
+
+    def _end_before_start(self, number: signal.Signals) -> None:
+        """SIGTERM while the trainer is built: there is nothing to save."""
+        if number != signal.SIGTERM:
+            return
+        print(f"[rank {os.environ['RANK']}] Ending at once: SIGTERM before the first step.", file=sys.stderr)
+        if self._has_begun:
+            write_status(
+                self._folder, "preempted", step=0, cause="SIGTERM before the first step", requeue=True
+            )
+        os._exit(EXIT_CODE)
+
+    def _end_at_once(self, cause: str, failure: str | None) -> None:
+        """In a thread, before the process ends without a safe point."""
+        if not self._writes:
+            return
+        step = max(self.trainer.checkpointer.last_saved, 0) if self._config.checkpoint.enable else 0
+        outcome: Outcome = "preempted" if failure is None else "failed"
+        write_status(self._folder, outcome, step=step, cause=failure or cause, requeue=failure is None)
+
+
+def _as_users_input(error: Exception) -> Exception:
+    """The same error, or what the launch has to change if that is what it says."""
+    if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in str(error):
+        return ConfigError(
+            "MASTER_PORT",
+            "be free on this machine",
+            int(os.environ.get("MASTER_PORT", "0")),
+            "Another job uses it: choose another port, or start with torchrun --standalone.",
+        )
+    return error
 
 
 def write_config(folder: Path, text: str) -> None:
@@ -95,17 +205,3 @@ def write_config(folder: Path, text: str) -> None:
             f"{folder} ({error.strerror})",
             "Free some space, or set dump_folder to another directory.",
         ) from error
-
-
-def _fail(trainer: Any, error: Exception, *, folder: Path | None) -> None:
-    """Say the cause, leave it in ``status.json`` of ``folder``, and release what the trainer holds."""
-    name = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
-    cause = f"{name}: {error}"
-    print(f"[rank {os.environ['RANK']}] {cause}", file=sys.stderr, flush=True)
-    if folder is not None and folder.is_dir():
-        write_status(folder, "failed", step=getattr(trainer, "step", 0), cause=cause)
-    if trainer is not None:
-        try:
-            trainer.close()
-        except Exception:
-            logger.exception("Closing after a failure failed too.")

@@ -112,6 +112,7 @@ def test_accuracy_counts_a_tie_as_half_and_margin_is_in_rewards():
     metrics = loss_of("dpo")(inputs()).metrics
     assert metrics["accuracy/mean"].item() == pytest.approx(0.5)  # right, wrong, tie
     assert metrics["margin/mean"].item() == pytest.approx(0.1 * (2 - 3 + 0) / 3)
+    assert metrics["margin_square/mean"].item() == pytest.approx(0.01 * (4 + 9 + 0) / 3)
     assert metrics["chosen_reward/mean"].item() == pytest.approx(0.1 * 0.5 / 3)
     assert metrics["rejected_reward/mean"].item() == pytest.approx(0.1 * 1.5 / 3)
     assert metrics["chosen_logprob/mean"].item() == pytest.approx(-16 / 3)

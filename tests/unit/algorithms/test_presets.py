@@ -46,7 +46,7 @@ TABLE = {
         TokenMean,
         GRPO_KL,
         SIBLINGS,
-        {"refill": RefillSection(max_rounds=10)},
+        {"refill": RefillSection(max_rounds=30)},
     ),
     "rloo": (LeaveOneOut.Config(), Reinforce.Config(), SampleMeanOfTokenSums, PPO_KL, SIBLINGS, {}),
     "reinforce_pp": (

@@ -1,6 +1,8 @@
 """status.json says how a run ended."""
 
 import json
+import os
+import socket
 
 import pytest
 
@@ -8,7 +10,9 @@ from titan_rl.resilience.status import write_status
 
 
 def read(folder):
-    return json.loads((folder / "status.json").read_text(encoding="utf-8"))
+    content = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+    assert (content.pop("host"), content.pop("pid")) == (socket.gethostname(), os.getpid())
+    return content
 
 
 def test_the_last_status_stands_alone(tmp_path):

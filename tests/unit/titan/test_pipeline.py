@@ -42,7 +42,9 @@ def pipeline(stage, schedule=None):
 def with_schedule(stage, micro_batches, kind=ScheduleGPipe):
     """A pipeline of one stage on torch's schedule, with the loss that models are built with."""
     staged = PipelineStage(stage, 0, 1, CPU, group=dist.group.WORLD)
-    return pipeline(stage, kind(staged, n_microbatches=micro_batches, loss_fn=no_loss))
+    # As TorchTitan builds schedules: gradients are added up and not divided.
+    schedule = kind(staged, n_microbatches=micro_batches, loss_fn=no_loss, scale_grads=False)
+    return pipeline(stage, schedule)
 
 
 def rows(*ids):

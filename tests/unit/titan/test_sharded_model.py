@@ -12,7 +12,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.attention import FlexAttention
 
 from tests.unit.titan.tiny_models import load_titan, make_peer, titan_logits, tokens
-from tests.unit.titan.trainer_fakes import one_part, one_rank
+from tests.unit.titan.trainer_fakes import no_parallelism, one_part, one_rank
 from titan_rl.titan import sharded_model
 from titan_rl.titan.models import build_sharded
 from titan_rl.titan.sharded_model import Hidden, ShardedModel, TensorParallelVocabulary, fsdp_modules
@@ -71,21 +71,25 @@ def test_the_gradient_is_that_of_the_sum_of_the_losses_and_metrics_come_by_micro
 
 
 def test_forward_and_backward_run_inside_the_context(module):
-    inside = []
+    happened = []
 
     @contextmanager
     def context():
-        inside.append(True)
+        happened.append("enter")
         yield
-        inside.append(False)
+        happened.append("leave")
 
-    module.embedding.weight.register_hook(lambda grad: inside.append("backward"))
+    def score(number, hidden):
+        happened.append(f"score {number}")
+        return hidden.states.sum(-1)
+
+    module.embedding.weight.register_hook(lambda grad: happened.append("backward"))
     model = one_part(module, context=context)
     model.forward_backward(BATCHES[:2], lambda number, hidden: (hidden.states.sum(), {}))
-    assert inside == [True, "backward", False] * 2
-    inside.clear()
-    model.scores(BATCHES[:2], lambda number, hidden: hidden.states.sum(-1) + inside.append("score"[number:]))
-    assert inside == [True, "score", False, True, "core", False]
+    assert happened == ["enter", "backward", "leave"] * 2
+    happened.clear()
+    model.scores(BATCHES[:2], score)
+    assert happened == ["enter", "score 0", "leave", "enter", "score 1", "leave"]
 
 
 def test_scores_have_no_graph_and_come_in_the_order_of_the_micro_batches(module):
@@ -145,20 +149,7 @@ class Parts(nn.Module):
 
 def two_parts():
     """This rank's two stages of a model."""
-    first, last = Parts(0, head=False), Parts(3, head=True)
-    model = one_part(first)
-    return ShardedModel(
-        SimpleNamespace(
-            config=SimpleNamespace(
-                parallelism=model._parallelism, training=SimpleNamespace(mixed_precision_param="float32")
-            ),
-            parallel_dims=model._dims,
-            device=torch.device("cpu"),
-            train_context=None,
-        ),
-        [first, last],
-        None,
-    )
+    return ShardedModel(no_parallelism(), [Parts(0, head=False), Parts(3, head=True)], None)
 
 
 def test_a_rank_without_the_last_stage_has_no_head():
@@ -213,8 +204,9 @@ def test_a_decoder_is_built_under_fsdp_and_scoring_leaves_nothing_gathered(tmp_p
     trainer = one_rank(tmp_path)
     model = build_sharded(trainer, trainer.config.model_spec, trainer.model_config)
     whole = load_titan(tmp_path)
-    state = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    state = dict(model.full_state())
     whole.load_state_dict(state)
+    assert list(state) == list(model.state_dict())
     assert len(list(fsdp_modules(model.parts[0]))) >= 3
     assert not is_gathered(model)
     ids = tokens(20)
@@ -225,7 +217,6 @@ def test_a_decoder_is_built_under_fsdp_and_scoring_leaves_nothing_gathered(tmp_p
     (score,) = model.scores(batches, lambda number, hidden: hidden.states.logsumexp(-1))
     assert not is_gathered(model)
     torch.testing.assert_close(score, titan_logits(whole, ids).logsumexp(-1), rtol=0, atol=1e-5)
-    assert [name for name, _ in model.full_state()] == list(state)
     assert all(torch.equal(value, state[name]) for name, value in model.full_state())
 
 

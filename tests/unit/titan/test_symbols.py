@@ -22,7 +22,7 @@ from torch.distributed.pipelining import schedules
 from torchtitan import trainer as titan_trainer
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims, fsdp
+from torchtitan.distributed import ParallelDims, fsdp, pipeline_parallel
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 from torchtitan.distributed.parallel_dims import MeshAxisName
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
@@ -105,7 +105,7 @@ def exists(module_name: str, name: str) -> bool:
         if isinstance(target, type) and not hasattr(target, part):
             return any(
                 part in inspect.get_annotations(cls)
-                or re.search(rf"self\.{part}\b[^=\n(]*=", inspect.getsource(cls))
+                or re.search(rf"self\.{part}\b([^=\n(]*=|,\n)", inspect.getsource(cls))
                 for cls in target.__mro__
                 if cls.__module__.startswith(("torchtitan", "torch.distributed.pipelining", "vllm"))
             )
@@ -454,6 +454,34 @@ def test_the_checkpointer_reads_its_states_when_it_saves_and_loads():
     assert parameters(CheckpointManager.load) == ["self", "step"]
 
 
+def test_the_checkpointer_asks_the_methods_that_are_overridden():
+    save, load = (inspect.getsource(getattr(CheckpointManager, name)) for name in ("_save", "_load"))
+    for call in (
+        "self._should_save(curr_step, last_step)",
+        "self._create_checkpoint_id(curr_step)",
+        "self._save_last_step(curr_step)",
+        "self._purge_stale_checkpoints()",
+        "self.maybe_wait_for_saving()",
+        "self.save_future = result",
+    ):
+        assert call in save
+    assert "self._create_checkpoint_id(curr_step)" in inspect.getsource(CheckpointManager._save_last_step)
+    for call in ("self._find_load_step()", "self.dcp_load(", "self._create_checkpoint_id(step)"):
+        assert call in load
+    assert parameters(CheckpointManager.dcp_load)[1:] == [
+        "state_dict",
+        "checkpoint_id",
+        "from_hf",
+        "from_quantized",
+    ]
+    assert parameters(CheckpointManager._find_load_step) == ["self", "folder"]
+    assert "self._wait_for_saving()" in inspect.getsource(CheckpointManager.maybe_wait_for_saving)
+    # The loop of supervised runs comes to the safe point between two steps, after a save and a validation.
+    loop = inspect.getsource(Trainer.train)
+    order = ["self.should_continue_training()", "self.train_step(", "self.checkpointer.save(", "validate("]
+    assert [loop.index(call) for call in order] == sorted(loop.index(call) for call in order)
+
+
 def test_functions_that_are_called_take_the_arguments_that_are_given():
     assert parameters(set_pg_timeouts) == ["timeout", "parallel_dims"]
     assert parameters(clip_grad_norm_)[:2] == ["parameters", "max_norm"]
@@ -488,10 +516,14 @@ def test_a_schedule_reads_its_loss_at_each_step_and_has_a_fixed_number_of_micro_
     assert schedule._internal_losses == [("states", "number 1")]
 
 
+def test_torchtitan_builds_schedules_that_add_gradients_up():
+    source = inspect.getsource(pipeline_parallel._build_pipeline_schedule)
+    assert source.count("loss_fn=") == source.count("scale_grads=False") == 2
+
+
 def test_the_trainer_has_a_schedule_only_with_a_pipeline():
-    source = inspect.getsource(Trainer.__init__)
-    assert source.count("self.pp_schedule,") == 2  # from pipelining_fn, and to the validator with a pipeline
-    assert "pp_schedule" in inspect.get_annotations(Trainer) or not hasattr(Trainer, "pp_schedule")
+    assert inspect.getsource(Trainer.__init__).count("self.pp_schedule,") == 2  # set, and passed on
+    assert not hasattr(Trainer, "pp_schedule")
 
 
 # ------------------------------------------------------------------------------------- layouts of a head

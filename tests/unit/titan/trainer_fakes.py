@@ -17,17 +17,13 @@ from titan_rl.titan.hf_config import spec_from_hf
 from titan_rl.titan.sharded_model import ShardedModel
 
 
-def one_part(
-    module: nn.Module, *, context: Callable[[], AbstractContextManager[None]] = nullcontext
-) -> ShardedModel:
-    """A plain module on one rank, neither sharded nor annotated.
+def no_parallelism(context: Callable[[], AbstractContextManager[None]] = nullcontext) -> Any:
+    """What a sharded model reads of a trainer on one rank, where nothing is sharded or annotated.
 
     Args:
-        module: Called with token ids and ``positions``, and with masks when it is a decoder of TorchTitan's;
-            it has an ``lm_head``, which may be None.
         context: Entered for every micro-batch.
     """
-    trainer: Any = SimpleNamespace(
+    return SimpleNamespace(
         config=SimpleNamespace(
             parallelism=ParallelismConfig(spmd_backend="partial_dtensor"), training=TrainingConfig()
         ),
@@ -35,8 +31,20 @@ def one_part(
         device=torch.device("cpu"),
         train_context=context,
     )
+
+
+def one_part(
+    module: nn.Module, *, context: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> ShardedModel:
+    """A plain module on one rank.
+
+    Args:
+        module: Called with token ids and ``positions``, and with masks when it is a decoder of TorchTitan's;
+            it has an ``lm_head``, which may be None.
+        context: As for :func:`no_parallelism`.
+    """
     config = getattr(module, "config", SimpleNamespace(first_attention=None))
-    return ShardedModel(trainer, [module], config)
+    return ShardedModel(no_parallelism(context), [module], config)
 
 
 def one_rank(directory: Path, **training: Any) -> SimpleNamespace:

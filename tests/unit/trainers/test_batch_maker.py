@@ -73,6 +73,7 @@ class Critic:
 
 def make_trainer(advantage=None, *, loss=None, shaping=None, collectives=None, **sections):
     steps = sections.pop("steps", 1)
+    parallelism = ParallelismConfig(**sections.pop("parallelism", {}))
     algorithm = AlgorithmSection(steps_per_iteration=steps, **sections.pop("algorithm", {}))
     advantage = advantage or GroupNormalized(GroupNormalized.Config(normalise_std=False))
     loss_fn = (loss or PolicyLoss.Config()).build()
@@ -85,7 +86,7 @@ def make_trainer(advantage=None, *, loss=None, shaping=None, collectives=None, *
             algorithm=algorithm,
             batching=BatchingSection(**sections),
             training=SimpleNamespace(seq_len=24, local_batch_size=2),
-            parallelism=ParallelismConfig(),
+            parallelism=parallelism,
         ),
         advantage=advantage,
         loss_fn=loss_fn,
@@ -265,6 +266,46 @@ def test_counts_are_of_all_ranks_and_all_have_as_many_micro_batches(world):
     for batch, _ in found:
         together |= advantages_of([batch])
     assert together == advantages_of([alone])
+
+
+@pytest.mark.parametrize("multiple", [1, 5, 12])
+def test_rows_are_as_long_as_a_multiple_that_the_layout_asks_for(multiple):
+    trainer = make_trainer(skip_zero_advantages=False, parallelism={"tensor_parallel_degree": multiple})
+    trainer.config.training.seq_len = 60
+    (batch,) = make(trainer, make_groups(REWARDS))
+    lengths = {m.input_ids.shape[1] for m in batch.micro_batches}
+    assert {length % multiple for length in lengths} == {0}
+    assert max(lengths) < 60  # of the longest row, not of the budget
+    assert advantages_of([batch]) == everything()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_under_a_pipeline_all_micro_batches_have_one_shape(rows):
+    parallelism = {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": rows}
+    trainer = make_trainer(skip_zero_advantages=False, parallelism=parallelism)
+    trainer.config.training.seq_len = 9
+    (batch,) = make(trainer, make_groups(REWARDS))
+    assert {tuple(m.input_ids.shape) for m in batch.micro_batches} == {(rows, 9)}
+    assert len(batch.micro_batches) >= 2
+    assert advantages_of([batch]) == everything()
+
+
+def everything():
+    return advantages_of(make(make_trainer(skip_zero_advantages=False), make_groups(REWARDS)))
+
+
+def test_a_rank_without_samples_gets_micro_batches_of_the_shape_of_the_others():
+    groups = make_groups(REWARDS)
+
+    def work(rank, collectives):
+        trainer = make_trainer(collectives=collectives, parallelism={"pipeline_parallel_degree": 2})
+        trainer.config.training.seq_len = 9
+        (batch,) = make(trainer, groups if rank == 0 else [])
+        return [tuple(m.input_ids.shape) for m in batch.micro_batches]
+
+    full, empty = on_ranks(2, work)
+    assert full == empty == [(1, 9)] * len(full)
+    assert len(full) >= 2
 
 
 # -------------------------------------------------------------------------------------------------- scores

@@ -4,9 +4,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch.distributed.checkpoint.state_dict_saver import save
 
+from tests.unit.resilience.saved import write_checkpoint
 from titan_rl.errors import ConfigError
 from titan_rl.observability.summary import RunSummary
 from titan_rl.resilience.state import RunState
@@ -40,11 +39,10 @@ def earlier_run(folder: Path, outcome: str, *, text: str = TEXT, checkpoint: boo
     return folder
 
 
-def make_checkpoint(folder: Path, step: int, *, is_whole: bool = True) -> None:
-    path = folder / "checkpoint" / f"step-{step}"
-    path.mkdir(parents=True)
-    if is_whole:
-        (path / ".metadata").touch()
+def make_checkpoint(folder: Path, step: int, *, is_whole: bool = True, **said) -> None:
+    path = write_checkpoint(folder / "checkpoint", step, **said)
+    if not is_whole:
+        (path / "manifest.json").unlink()
 
 
 # ------------------------------------------------------------------------------------- what is overwritten
@@ -134,7 +132,7 @@ def test_a_run_is_not_finished_when_anything_is_left_to_do(tmp_path):
 def test_the_newest_whole_checkpoint_is_resumed(tmp_path):
     config = make_config(tmp_path)
     assert earlier_start.checkpoint_to_resume(config) is None
-    for step in (4, 12, 8):
+    for step in (4, 12):
         make_checkpoint(tmp_path, step)
     make_checkpoint(tmp_path, 16, is_whole=False)
     (tmp_path / "checkpoint" / "step-x").mkdir()
@@ -142,11 +140,17 @@ def test_the_newest_whole_checkpoint_is_resumed(tmp_path):
     assert earlier_start.checkpoint_to_resume(make_config(tmp_path, enable=False)) is None
 
 
+def test_checkpoints_of_which_none_is_whole_are_no_reason_to_begin_again(tmp_path):
+    make_checkpoint(tmp_path, 4, is_whole=False)
+    with pytest.raises(ConfigError, match="hold a complete checkpoint to resume from, or none at all"):
+        earlier_start.checkpoint_to_resume(make_config(tmp_path))
+
+
 def test_a_checkpoint_that_is_asked_for_has_to_be_there(tmp_path):
     make_checkpoint(tmp_path, 4)
     asked = earlier_start.checkpoint_to_resume(make_config(tmp_path, load_step=4))
     assert asked == tmp_path / "checkpoint" / "step-4"
-    with pytest.raises(ConfigError, match=r"checkpoint\.load_step must name a checkpoint of this run; got 5"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.load_step must .* got 5: step-5 does not exist"):
         earlier_start.checkpoint_to_resume(make_config(tmp_path, load_step=5))
 
 
@@ -155,8 +159,7 @@ def test_a_checkpoint_that_is_asked_for_has_to_be_there(tmp_path):
 )
 def test_the_state_of_another_run_is_refused(tmp_path, changed, where):
     same = {"seed": 5, "data_fingerprint": "prompts"}
-    stored = RunState(**same).state_dict()
-    save({"rl_state": stored}, checkpoint_id=str(tmp_path / "checkpoint" / "step-4"))
+    make_checkpoint(tmp_path, 4, state={"rl_state": RunState(**same).numbers()})
     config = make_config(tmp_path)
     earlier_start.check_resume(config, RunState(**same), name="rl_state")
     with pytest.raises(ConfigError) as caught:
@@ -166,7 +169,7 @@ def test_the_state_of_another_run_is_refused(tmp_path, changed, where):
 
 
 def test_the_checkpoint_of_a_supervised_run_is_refused(tmp_path):
-    save({"train_state": {"step": torch.tensor(4)}}, checkpoint_id=str(tmp_path / "checkpoint" / "step-4"))
+    make_checkpoint(tmp_path, 4)
     with pytest.raises(ConfigError, match=r"checkpoint\.initial_load_path") as caught:
         earlier_start.check_resume(
             make_config(tmp_path), RunState(seed=5, data_fingerprint="prompts"), name="rl_state"

@@ -2,8 +2,10 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from titan_rl.config.choice import build
 from titan_rl.config.entry import read_checked
@@ -13,6 +15,7 @@ from titan_rl.trainers.configuration import configure
 from titan_rl.trainers.pair_batches import make_batches
 from titan_rl.trainers.pair_data import open_pair_data, share
 from titan_rl.trainers.pair_reporting import PairSummary
+from titan_rl.trainers.pair_trainer import PairTrainer
 
 ROOT = Path(__file__).parents[3]
 
@@ -137,12 +140,29 @@ def test_micro_batches_know_which_documents_are_chosen_and_how_long_they_are():
             assert is_right == (number in batch.chosen.tolist()), text
 
 
+def test_the_deviation_of_the_margin_is_over_all_pairs_of_all_micro_batches():
+    trainer = SimpleNamespace(collectives=SimpleNamespace(reduce=lambda values, _: values))
+    # Margins 1 and 3 in one micro-batch, 5 in another: mean 3, variance 8 / 3.
+    parts = [
+        {"margin/mean": torch.tensor(4 / 3), "margin_square/mean": torch.tensor(10 / 3)},
+        {"margin/mean": torch.tensor(5 / 3), "margin_square/mean": torch.tensor(25 / 3)},
+    ]
+    assert PairTrainer.reduce(trainer, parts) == pytest.approx({"margin": 3, "margin_std": math.sqrt(8 / 3)})
+
+
 def test_a_summary_has_what_stood_before_and_after():
     summary = PairSummary(steps=4, num_evaluated=200)
-    summary.evaluations = {0: {"accuracy": 0.5, "margin": 0.0}, 4: {"accuracy": 0.75, "margin": 1.5}}
+    summary.evaluations = {
+        0: {"accuracy": 0.5, "margin": 0.0},
+        4: {"accuracy": 0.75, "margin": 1.5, "margin_std": 2.0},
+    }
     summary.update(4)
     assert (summary.accuracy_before, summary.accuracy_after, summary.margin_after) == (0.5, 0.75, 1.5)
-    assert "Held-out accuracy on 200 preferences: 0.500 before, 0.750 after." in summary.text()
+    # Standard errors: sqrt(0.5 * 0.5 / 200), sqrt(0.75 * 0.25 / 200) and 2 / sqrt(200).
+    accuracy = "Held-out accuracy on 200 preferences: 0.500 +- 0.035 before, 0.750 +- 0.031 after."
+    margin = "Held-out margin on 200 preferences: 0.000 before, 1.500 +- 0.141 after."
+    assert accuracy in summary.text()
+    assert margin in summary.text()
     summary.update(3)
     assert summary.accuracy_after is None
     assert math.isclose(summary.margin_before, 0.0)

@@ -1,0 +1,84 @@
+"""What every trainer of ours does about stopping and saving: one safe point per step or iteration."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from titan_rl.resilience.manifest import Facts
+from titan_rl.resilience.saving import CheckpointManager, SavePolicy
+from titan_rl.resilience.status import Outcome
+from titan_rl.resilience.stopping import StopControl, Wish
+from titan_rl.titan.api import Trainer, logger
+from titan_rl.titan.collectives import HostGroup
+
+
+class ResilientTrainer(Trainer):
+    """TorchTitan's trainer with a safe point: it saves and stops when it is asked to, on all ranks alike.
+
+    Attributes:
+        kind: The trainer's name in manifests: a value of the root key ``trainer``.
+        outcome: How the loop ended.
+        control: What this rank knows about requests to save or to stop.
+    """
+
+    kind = ""
+    outcome: Outcome = "done"
+    control: StopControl
+    # Narrower than TorchTitan declares it, because the configurations of our trainers are.
+    checkpointer: CheckpointManager  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def __init__(self, config: Any) -> None:
+        """Let TorchTitan build, then begin to listen for requests.
+
+        Args:
+            config: The whole configuration, with ``[resilience]``.
+        """
+        super().__init__(config)
+        section, comm = config.resilience, config.comm
+        # A rank may come to a safe point as much earlier than another as a generation may take.
+        longest = 2 * getattr(getattr(config, "sampling", None), "timeout_seconds", 0.0)
+        longest = max(longest, comm.train_timeout_seconds, comm.init_timeout_seconds)
+        self.control = StopControl(
+            grace_seconds=section.grace_seconds,
+            stop_after_minutes=section.stop_after_minutes,
+            group=HostGroup(timedelta(seconds=longest)),
+        )
+        if config.checkpoint.enable:
+            self.checkpointer.policy = SavePolicy(
+                max_failed_saves=section.max_failed_saves, keep_best=section.keep_best
+            )
+            self.checkpointer.facts = self.facts
+
+    def facts(self) -> Facts:
+        """What the manifest of a checkpoint says about this run."""
+        return Facts(trainer=self.kind)
+
+    def has_work_left(self) -> bool:
+        """Whether something of the steps that are done is still to be done."""
+        return False
+
+    def should_continue_training(self) -> bool:
+        """The safe point: do what was asked for, then say whether there is another step. Collective.
+
+        Raises:
+            SaveError: too many checkpoints in a row could not be written.
+        """
+        has_steps = super().should_continue_training()
+        wish = self.control.decide()
+        if wish == Wish.NOTHING or not (has_steps or self.has_work_left()):
+            return has_steps
+        is_saved = self.checkpointer.save_now(self.step)
+        if wish == Wish.SAVE:
+            return has_steps
+        self.outcome = "preempted" if wish == Wish.PREEMPT else "time_limit"
+        reason = "it was asked to" if wish == Wish.PREEMPT else "resilience.stop_after_minutes is over"
+        state = "saved" if is_saved else "nothing of it is saved"
+        logger.info("The run stops at step %d because %s; %s.", self.step, reason, state)
+        return False
+
+    def close(self) -> None:
+        """Stop listening, then release what TorchTitan holds."""
+        if hasattr(self, "control"):
+            self.control.close()
+        super().close()
