@@ -64,6 +64,12 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, runs.Run]:
         "local": local,
         "exported_with_a_bias": ("model.load_balance_coeff", 0.01),
     }
+    wanted["deepseek"] = (
+        "model.name", "deepseek_v3",
+        "model.flavor", "debugmodel",
+        "model.export", "false",
+        "sampling.group_size", 2,
+    )  # fmt: skip
     if has_vllm:
         wanted["vllm"] = ("generator.type", "vllm")
         wanted["vllm_with_a_bias"] = ("generator.type", "vllm", *local[2:])
@@ -87,6 +93,13 @@ def test_policy_and_critic_train_their_biases_and_the_local_generator_follows(st
         assert any(values)
         assert sum(values) == pytest.approx(0.0, abs=1e-6)
         assert max(map(abs, values)) <= 2 * 2 * 0.01  # two steps of at most twice the coefficient
+
+
+def test_deepseek_by_name_trains_and_the_local_generator_follows(started) -> None:
+    metrics = started["deepseek"].succeed().metrics()
+    assert max(metrics["weight_sync/probe_difference"].values()) < 5e-4
+    assert max(metrics["loss/mismatch_abs_max"].values()) < 5e-4
+    assert metrics["moe/load_fraction_max"][2] > 1 / 8 > metrics["moe/load_fraction_min"][2]
 
 
 def _biases(path: str) -> dict[str, list[float]]:
