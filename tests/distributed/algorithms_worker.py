@@ -21,7 +21,7 @@ from torchtitan.distributed import utils as dist_utils
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.distributed import fsdp_worker
-from tests.distributed.fsdp_worker import TEMPERATURE, VOCAB, build, leaking, whole_gradients
+from tests.distributed.fsdp_worker import TEMPERATURE, VOCAB, Rank, build, leaking, whole_gradients
 from titan_rl.algorithms import registries
 from titan_rl.algorithms.corrections import (
     MaskedTokens,
@@ -171,8 +171,7 @@ class Setup:
             directory: Of :func:`write_model`.
             options: As for :func:`fsdp_worker.without_models`.
         """
-        self.rank = build(directory / "model", **options)
-        load_hf(self.rank.policy, self.rank.adapter, str(directory / "model"))
+        self.rank = self.load(directory, options)
         self.rank.policy.skip_head()
         self.collectives = Collectives(self.rank.parallel_dims, torch.device("cpu"))
         self.groups = make_groups()
@@ -188,6 +187,12 @@ class Setup:
         self.tables = {"old": self.scores_of(self.rank.policy) + noise(0.4), "ref": self.scores_of(reference)}
         self.tables["generator"] = self.tables["old"] + noise(0.1)
         self.tables["value"] = noise(1.0)
+
+    def load(self, directory: Path, options: dict[str, Any]) -> Rank:
+        """Build the policy, and give it its weights."""
+        rank = build(directory / "model", **options)
+        load_hf(rank.policy, rank.adapter, str(directory / "model"))
+        return rank
 
     @cached_property
     def critic(self) -> Critic:
@@ -369,13 +374,20 @@ class Setup:
 
 @contextmanager
 def alone(directory: Path) -> Iterator[Setup]:
+    """This process as the only rank, with the models of all algorithms."""
+    with only_rank(directory):
+        yield Setup(directory)
+
+
+@contextmanager
+def only_rank(directory: Path) -> Iterator[None]:
     """This process as the only rank."""
     device.install()
     backend, threads = dist_utils.get_spmd_backend(), torch.get_num_threads()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
     try:
-        yield Setup(directory)
+        yield
     finally:
         dist.destroy_process_group()
         fsdp_worker.parallel_dims.cache_clear()

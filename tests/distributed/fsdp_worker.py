@@ -19,9 +19,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 
 from titan_rl.algorithms.penalties import KLPenalty
@@ -34,8 +36,9 @@ from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.titan import device
 from titan_rl.titan.attention import use_cpu_attention
 from titan_rl.titan.collectives import Collectives
+from titan_rl.titan.experts import use_cpu_experts
 from titan_rl.titan.hf_config import spec_from_hf
-from titan_rl.titan.models import build_sharded, build_sibling, copy_shards
+from titan_rl.titan.models import build_adapter, build_sharded, build_sibling, copy_shards
 from titan_rl.titan.sharded_model import ShardedModel, fsdp_modules
 from titan_rl.titan.weights import WeightStream, load_hf
 from titan_rl.trainers.optimization import StepBatch, align_ranks, forward_backward
@@ -72,9 +75,11 @@ def without_models(spec: Any, *, rows: int = 8, seq_len: int = 2048, **parallel:
         parallel: ``[parallelism]``.
     """
     parallelism = ParallelismConfig(**parallel)
+    _clear_sharding_prop_cache()  # it gives equal meshes of earlier layouts, which FSDP takes for others
     dims = parallel_dims(*sorted(item for item in parallel.items() if item[0].endswith("_degree")))
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
     use_cpu_attention(spec.model, per_document=parallelism.context_parallel_degree == 1)
+    use_cpu_experts(spec.model)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     training = TrainingConfig(mixed_precision_param="float32", local_batch_size=rows, seq_len=seq_len)
     return Rank(
@@ -93,16 +98,16 @@ def without_models(spec: Any, *, rows: int = 8, seq_len: int = 2048, **parallel:
     )
 
 
-def build(directory: Path, **options: Any) -> Rank:
+def build(model: Path | ModelSpec, **options: Any) -> Rank:
     """A policy under TorchTitan's parallelism, randomly initialised after ``torch.manual_seed(5)``.
 
     Args:
-        directory: A model in Hugging Face layout.
+        model: A directory in Hugging Face layout, or a spec.
         options: As for :func:`without_models`; FSDP over all ranks by default.
     """
-    spec = spec_from_hf(directory)
+    spec = spec_from_hf(model) if isinstance(model, Path) else model
     rank = without_models(spec, **(options or FSDP))
-    rank.adapter = spec.state_dict_adapter(spec.model, None)
+    rank.adapter = build_adapter(spec, spec.model)
     torch.manual_seed(5)
     rank.policy = build_sharded(rank, spec, spec.model)
     rank.model_parts, rank.module = rank.policy.parts, rank.policy.parts[0]

@@ -15,6 +15,7 @@ import torch
 from annotated_types import Ge, Gt
 
 from titan_rl.batching.micro_batch import MicroBatch
+from titan_rl.functional.expert_load import expert_load
 from titan_rl.functional.value import (
     RunningMoments,
     denormalised,
@@ -204,6 +205,7 @@ class Critic:
         )
         grad_norm = self.model.clip_grad_norm(self.config.max_norm)  # of all ranks: all decide alike
         is_applied = math.isfinite(grad_norm)
+        load = expert_load(self.model.take_router_load())
         rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         if is_applied:
             self.optimizers.step()
@@ -213,7 +215,8 @@ class Critic:
             self.skipped_steps += 1
             logger.warning("A step of the critic is skipped: its gradient norm is %s.", grad_norm)
         self.optimizers.zero_grad(set_to_none=True)
-        metrics = self._reduce(parts) | {"critic/grad_norm": grad_norm, "critic/lr": float(rate)}
+        metrics = self._reduce(parts) | {f"critic/moe_{name}": value for name, value in load.items()}
+        metrics |= {"critic/grad_norm": grad_norm, "critic/lr": float(rate)}
         return CriticResult(is_applied=is_applied, grad_norm=grad_norm, metrics=metrics)
 
     def accumulate(

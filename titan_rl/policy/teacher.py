@@ -21,7 +21,7 @@ from titan_rl.data.chat import read_vocabulary
 from titan_rl.errors import ConfigError
 from titan_rl.functional.distillation import chunked_divergence
 from titan_rl.titan.api import ModelSpec, logger
-from titan_rl.titan.models import ModelSection, build_frozen, build_spec
+from titan_rl.titan.models import ModelSection, build_adapter, build_frozen, build_spec
 from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.titan.weights import has_hf_weights, load_checkpoint, load_hf
 
@@ -246,7 +246,7 @@ def build_teacher(config: Teacher.Config, trainer: Any) -> Teacher:
     if config.initial_load_path:
         load_checkpoint(model, config.initial_load_path, where="teacher.initial_load_path")
     else:
-        adapter = spec.state_dict_adapter(spec.model, None) if spec.state_dict_adapter else None
+        adapter = build_adapter(spec, spec.model)
         load_hf(model, adapter, config.hf_assets_path)
     logger.info(
         "Teacher: %s %s, %s", spec.name, spec.flavor, config.initial_load_path or config.hf_assets_path

@@ -129,4 +129,5 @@ def _experts(moe: Any) -> Experts | None:
         top_k=moe.router.top_k,
         hidden_dim=inner.hidden_dim,
         shared_hidden_dim=0 if shared is None else shared.w1.out_features,
+        is_bf16=not type(inner).__qualname__.startswith("CpuExperts"),
     )

@@ -16,6 +16,7 @@ from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.deepseek_v3 import MTPDecoder
 from torchtitan.protocols.model import BaseModel
 from torchtitan.tools import utils as titan_utils
 
@@ -288,7 +289,8 @@ def check_supported(model: nn.Module) -> None:
     """Refuse models whose attention is not plainly causal, or that keep other state than keys and values.
 
     Supported are decoders with TorchTitan's own ``Decoder.forward`` and masks, in which every layer has an
-    ``attention.inner_attention``: Llama 3, Qwen3 (dense and MoE), and a user's own of that form.
+    ``attention.inner_attention``: Llama 3, Qwen3 (dense and MoE), DeepSeek-V3 without layers that predict
+    further tokens, and a user's own of that form.
 
     Raises:
         ConfigError: The model is another one.
@@ -296,8 +298,10 @@ def check_supported(model: nn.Module) -> None:
     kind = type(model)
     if not isinstance(model, Decoder):
         raise _unsupported(f"{kind.__name__}, which is no TorchTitan Decoder")
+    # Without layers that predict further tokens, its forward pass is the decoder's.
+    is_plain = kind.forward is MTPDecoder.forward and model.mtp_layers is None
     for method in ("forward", "get_attention_masks"):
-        if getattr(kind, method) is not getattr(Decoder, method):
+        if getattr(kind, method) is not getattr(Decoder, method) and not (method == "forward" and is_plain):
             raise _unsupported(f"{kind.__name__}, which has its own {method}")
     for name, layer in model.layers.items():
         inner = getattr(getattr(layer, "attention", None), "inner_attention", None)

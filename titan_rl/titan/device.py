@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 import types
+import warnings
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -59,6 +60,8 @@ def install() -> str:
         _sum_gradients_without_premultiply()
         attention.install(titan_attention, titan_decoder)
         init.install(titan_module)
+        # TorchTitan's routers ask for fp32 in a form that a CPU does not have, and compute as the layers do.
+        warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
     return device_type
 
 

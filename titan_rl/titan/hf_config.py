@@ -1,7 +1,7 @@
 """Between ``config.json`` of a Hugging Face model directory and TorchTitan's model configuration.
 
-Llama and dense Qwen3, both ways. Whatever a directory asks for that TorchTitan's model would compute
-differently (biases, sliding windows, other RoPE scalings) is refused by name.
+Llama and Qwen3, dense or with experts, both ways. Whatever a directory asks for that TorchTitan's model would
+compute differently (biases, sliding windows, other RoPE scalings) is refused by name.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RoPE
 from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
+from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.llama3 import parallelize_llama
@@ -27,8 +29,13 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_rl.errors import ConfigError
+from titan_rl.titan.hf_experts import check_experts, has_experts, moe_from_hf, moe_to_hf, with_defaults
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama3", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama3",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
 REWARD_ARCHITECTURES = {"LlamaForSequenceClassification": "llama3", "Qwen3ForSequenceClassification": "qwen3"}
 """The same with one label: a scalar head, ``score``, in place of the projection to the vocabulary."""
 _DEFAULTS: dict[str, dict[str, Any]] = {"llama3": {}, "qwen3": {"num_key_value_heads": 32, "head_dim": 128}}
@@ -70,7 +77,7 @@ def spec_from_hf(
         architectures: The names that are accepted in the file, and what they stand for.
 
     Raises:
-        ConfigError: the architecture is neither Llama nor dense Qwen3, or a feature is not supported.
+        ConfigError: the architecture is neither Llama nor Qwen3, or a feature is not supported.
     """
     hf = read_hf_config(directory)
     where = str(directory / "config.json")
@@ -83,25 +90,24 @@ def spec_from_hf(
             names,
             "Use model.name and model.flavor for TorchTitan's other models.",
         )
-    hf = _DEFAULTS[kind] | hf
+    hf = with_defaults(hf) if kind == "qwen3_moe" else _DEFAULTS[kind] | hf
     _refuse_unsupported(hf, where, kind)
-    build = _llama_config if kind == "llama3" else _qwen3_config
     return ModelSpec(
-        name=kind,
+        name="llama3" if kind == "llama3" else "qwen3",
         flavor=directory.name,
-        model=build(hf, where, attn_backend),
+        model=_BUILDERS[kind](hf, where, attn_backend),
         parallelize_fn=parallelize_llama if kind == "llama3" else parallelize_qwen3,
         pipelining_fn=pipeline_llm,
-        post_optimizer_build_fn=None,
+        post_optimizer_build_fn=register_moe_load_balancing_hook if kind == "qwen3_moe" else None,
         state_dict_adapter=Llama3StateDictAdapter if kind == "llama3" else Qwen3StateDictAdapter,
     )
 
 
 def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
-    """The ``config.json`` of a TorchTitan Llama 3 or dense Qwen3 model, for exports and generators.
+    """The ``config.json`` of a TorchTitan Llama 3 or Qwen3 model, for exports and generators.
 
     Args:
-        spec: A spec whose model is a Llama3Model or a dense Qwen3Model.
+        spec: A spec whose model is a Llama3Model or a Qwen3Model.
 
     Raises:
         ConfigError: the model has no counterpart that titan_rl can write.
@@ -109,8 +115,7 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
     model: Any = spec.model
     kind = {v: k for k, v in ARCHITECTURES.items()}.get(spec.name)
     layers = getattr(model, "layers", None) or []
-    is_known = kind is not None and layers and all(layer.feed_forward is not None for layer in layers)
-    if not is_known or layers[0].attention.rope.scaling not in ("none", "llama"):
+    if kind is None or not layers or layers[0].attention.rope.scaling not in ("none", "llama"):
         raise ConfigError(
             "model",
             f"be one of {', '.join(ARCHITECTURES)} to be written in Hugging Face layout",
@@ -120,6 +125,7 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
     block = layers[0]
     attention, rope = block.attention, block.attention.rope
     num_heads = attention.n_heads
+    dense = next((layer.feed_forward for layer in layers if layer.feed_forward is not None), None)
     config: dict[str, Any] = {
         "architectures": [kind],
         "model_type": "llama" if spec.name == "llama3" else "qwen3",
@@ -131,7 +137,7 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
         "hidden_act": "silu",
         "hidden_size": model.dim,
         "initializer_range": 0.02,
-        "intermediate_size": block.feed_forward.w1.out_features,
+        "intermediate_size": 4 * model.dim if dense is None else dense.w1.out_features,
         "max_position_embeddings": rope.max_seq_len,
         "num_attention_heads": num_heads,
         "num_hidden_layers": len(layers),
@@ -150,7 +156,7 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
             "high_freq_factor": rope.high_freq_factor,
             "original_max_position_embeddings": rope.original_max_position_embeddings,
         }
-    return config
+    return config | (moe_to_hf(layers) if any(layer.moe is not None for layer in layers) else {})
 
 
 _SIZES = (
@@ -273,7 +279,7 @@ def _norm(hf: dict[str, Any], width: int) -> RMSNorm.Config:
 def _block(
     hf: dict[str, Any], where: str, attn_backend: str, *, rope: type[RoPE.Config], qk_norm: bool
 ) -> dict[str, Any]:
-    """Attention and feed-forward of one layer. Weights are drawn with the file's initializer_range."""
+    """Attention and norms of one layer. Weights are drawn with the file's initializer_range."""
     dim, heads, kv_heads, head_dim = _sizes(hf, where)
     normal = {"weight": partial(nn.init.normal_, std=float(hf.get("initializer_range", 0.02)))}
     return {
@@ -291,20 +297,25 @@ def _block(
             rope=_rope(hf, where, head_dim, rope),
             qk_norm=_norm(hf, head_dim) if qk_norm else None,
         ),
-        "feed_forward": make_ffn_config(
-            dim=dim,
-            hidden_dim=int(hf["intermediate_size"]),
-            w1_param_init=normal,
-            w2w3_param_init=normal,
-        ),
     }
+
+
+def _feed_forward(hf: dict[str, Any]) -> FeedForward.Config:
+    normal = {"weight": partial(nn.init.normal_, std=float(hf.get("initializer_range", 0.02)))}
+    return make_ffn_config(
+        dim=hf["hidden_size"],
+        hidden_dim=int(hf["intermediate_size"]),
+        w1_param_init=normal,
+        w2w3_param_init=normal,
+    )
 
 
 def _llama_config(hf: dict[str, Any], where: str, attn_backend: str) -> Llama3Model.Config:
     dim = _sizes(hf, where)[0]
     layers = [
         Llama3TransformerBlock.Config(
-            **_block(hf, where, attn_backend, rope=ComplexRoPE.Config, qk_norm=False)
+            **_block(hf, where, attn_backend, rope=ComplexRoPE.Config, qk_norm=False),
+            feed_forward=_feed_forward(hf),
         )
         for _ in range(int(hf["num_hidden_layers"]))
     ]
@@ -314,7 +325,22 @@ def _llama_config(hf: dict[str, Any], where: str, attn_backend: str) -> Llama3Mo
 def _qwen3_config(hf: dict[str, Any], where: str, attn_backend: str) -> Qwen3Model.Config:
     dim = _sizes(hf, where)[0]
     layers = [
-        Qwen3TransformerBlock.Config(**_block(hf, where, attn_backend, rope=CosSinRoPE.Config, qk_norm=True))
+        Qwen3TransformerBlock.Config(
+            **_block(hf, where, attn_backend, rope=CosSinRoPE.Config, qk_norm=True),
+            feed_forward=_feed_forward(hf),
+        )
         for _ in range(int(hf["num_hidden_layers"]))
     ]
     return Qwen3Model.Config(layers=layers, **_parts(hf, dim))
+
+
+def _qwen3_moe_config(hf: dict[str, Any], where: str, attn_backend: str) -> Qwen3Model.Config:
+    check_experts(hf, where)
+    config = _qwen3_config(hf, where, attn_backend)
+    for index, layer in enumerate(config.layers):
+        if has_experts(hf, index):
+            layer.feed_forward, layer.moe = None, moe_from_hf(hf)
+    return config
+
+
+_BUILDERS = {"llama3": _llama_config, "qwen3": _qwen3_config, "qwen3_moe": _qwen3_moe_config}

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 import tyro
+from annotated_types import Ge
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models import _supported_models
 from torchtitan.models.common.config_utils import get_attention_config
@@ -22,12 +22,16 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_rl.errors import ConfigError
 from titan_rl.titan.attention import use_cpu_attention
+from titan_rl.titan.experts import use_cpu_experts
 from titan_rl.titan.hf_config import spec_from_hf
 from titan_rl.titan.sharded_model import ShardedModel
+from titan_rl.titan.state import local
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
+MIXTURES = ("qwen3", "deepseek_v3")
+ROUTER_BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
 _ATTN_BACKENDS = ("flex", "flex_flash", "varlen")
 
 
@@ -51,6 +55,11 @@ class ModelSection:
     attn_backend: Annotated[str, tyro.conf.Suppress] = "flex"
     """TorchTitan's attention: "flex", "flex_flash" or "varlen". On a CPU always per document."""
 
+    load_balance_coeff: Annotated[float, Ge(0)] | None = None
+    """Mixtures of experts: how far a step moves the bias with which each router balances its experts without
+    an auxiliary loss. 0: a model without that bias. Left out: what the flavor says; nothing for a Qwen3-MoE
+    directory."""
+
     allow_random_init: bool = False
     """Train from random weights when neither a checkpoint nor weights in ``hf_assets_path`` exist."""
 
@@ -71,6 +80,7 @@ def build_spec(section: ModelSection, *, context_parallel: bool = False) -> Mode
     backend = _attn_backend(section.attn_backend)
     if section.name:
         spec = _spec_by_name(section, backend)
+        _refuse_other_mixtures(section, spec)
     elif section.hf_assets_path:
         spec = spec_from_hf(Path(section.hf_assets_path), attn_backend=backend)
     else:
@@ -80,8 +90,11 @@ def build_spec(section: ModelSection, *, context_parallel: bool = False) -> Mode
             "neither",
             'Set [model] hf_assets_path = "models/..." or name = "qwen3" and flavor = "0.6B".',
         )
+    if section.load_balance_coeff is not None:
+        _set_router_bias(spec.model, section.load_balance_coeff)
     if titan_utils.device_type == "cpu":
         use_cpu_attention(spec.model, per_document=not context_parallel)
+        use_cpu_experts(spec.model)
     return spec
 
 
@@ -130,6 +143,50 @@ def _spec_by_name(section: ModelSection, attn_backend: str) -> ModelSpec:
             section.flavor,
             f"Its registry said: {error}.",
         ) from error
+
+
+def _refuse_other_mixtures(section: ModelSection, spec: ModelSpec) -> None:
+    """TorchTitan's other mixtures of experts compute their experts in ways that were never compared here."""
+    model: Any = spec.model
+    has_experts = any(getattr(layer, "moe", None) is not None for layer in model.layers)
+    if has_experts and section.name in _supported_models and section.name not in MIXTURES:
+        raise ConfigError(
+            "model.name",
+            f"be {' or '.join(MIXTURES)} for a mixture of experts of TorchTitan",
+            section.name,
+            "Its other mixtures are not supported; a module of your own is taken as it is.",
+        )
+
+
+def _set_router_bias(model_config: Any, coefficient: float) -> None:
+    moes = [layer.moe for layer in model_config.layers if getattr(layer, "moe", None) is not None]
+    if not moes:
+        raise ConfigError(
+            "model.load_balance_coeff",
+            "be left out for a model without experts",
+            coefficient,
+            "Remove it.",
+        )
+    for moe in moes:
+        moe.load_balance_coeff = coefficient or None
+
+
+def build_adapter(spec: ModelSpec, model_config: Any) -> Any:
+    """TorchTitan's adapter between a model's names and Hugging Face's; None where it has none.
+
+    Args:
+        spec: Of the model.
+        model_config: Its configuration.
+    """
+    if spec.state_dict_adapter is None:
+        return None
+    # The path would be read for an index file only, which TorchTitan cannot parse in all its forms.
+    adapter: Any = spec.state_dict_adapter(model_config, None)
+    names = getattr(adapter, "from_hf_map", {})
+    if "model.layers.{}.mlp.gate.weight" in names:
+        # Qwen3-MoE has no name for a router's bias; the local generator gets it under DeepSeek-V3's.
+        names.setdefault(ROUTER_BIAS, "layers.{}.moe.expert_bias_E")
+    return adapter
 
 
 def build_sibling(trainer: Trainer, *, offload_to_cpu: bool = False) -> ShardedModel:
@@ -253,11 +310,7 @@ def build_unsharded(model_config: BaseModel.Config, *, max_seq_len: int) -> nn.M
 
 @torch.no_grad()
 def copy_shards(source: nn.Module | ShardedModel, target: nn.Module | ShardedModel) -> None:
-    """Copy the weights of one sharded model into another of equal layout, shard by shard."""
-    for ours, theirs in zip(target.parameters(), source.parameters(), strict=True):
-        local(ours).copy_(local(theirs))
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a tensor, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Copy the weights and buffers of one sharded model into another of equal layout, shard by shard."""
+    for kind in ("parameters", "buffers"):
+        for ours, theirs in zip(getattr(target, kind)(), getattr(source, kind)(), strict=True):
+            local(ours).copy_(local(theirs))

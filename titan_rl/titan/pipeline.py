@@ -49,7 +49,7 @@ class Pipeline:
         """Fill up with empty rows to a multiple of :attr:`micro_batches`.
 
         Args:
-            batches: With ``input_ids`` and ``positions`` of one shape; at least one.
+            batches: With ``input_ids``, ``positions`` and ``sample_index`` of one shape; at least one.
 
         Raises:
             ValueError: their shapes differ, which a schedule cannot take.
@@ -59,7 +59,8 @@ class Pipeline:
             raise ValueError(f"The micro-batches of a pipeline must have one shape; got {sorted(shapes)}.")
         first = batches[0].input_ids
         tokens = torch.arange(first.shape[1], device=first.device).repeat(first.shape[0], 1)
-        empty = SimpleNamespace(input_ids=torch.zeros_like(first), positions=tokens)
+        nothing = torch.full_like(first, -1)
+        empty = SimpleNamespace(input_ids=torch.zeros_like(first), positions=tokens, sample_index=nothing)
         return [*batches, *[empty] * (-len(batches) % self.micro_batches)]
 
     def forward_backward(
@@ -206,9 +207,15 @@ class Pipeline:
 
     def union(self, names: set[str]) -> set[str]:
         """The names of all ranks together. Collective."""
-        text = json.dumps(sorted(names))
-        texts = [self.text_of(owner, text) for owner in range(self._ranks)]
-        return {name for part in texts for name in json.loads(part)}
+        return {name for part in self.texts(json.dumps(sorted(names))) for name in json.loads(part)}
+
+    def texts(self, text: str) -> list[str]:
+        """The texts of all ranks of the pipeline, in their order. Collective.
+
+        Args:
+            text: This rank's.
+        """
+        return [self.text_of(owner, text) for owner in range(self._ranks)]
 
     def text_of_last_stage(self, text: str | None) -> str:
         """Give every rank a text of the rank of the last stage. Collective.

@@ -13,6 +13,7 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_rl.errors import ConfigError
 from titan_rl.titan.attention import use_cpu_attention
+from titan_rl.titan.experts import use_cpu_experts
 from titan_rl.titan.hf_config import REWARD_ARCHITECTURES, spec_from_hf
 from titan_rl.titan.models import frozen
 from titan_rl.titan.sharded_model import ShardedModel
@@ -117,5 +118,6 @@ def _exported_spec(trainer: Trainer, directory: Path, where: str) -> tuple[Model
         )
     if titan_utils.device_type == "cpu":
         use_cpu_attention(ours, per_document=trainer.config.parallelism.context_parallel_degree == 1)
+        use_cpu_experts(ours)
     ours.update_from_config(config=trainer.config)
     return spec, ours

@@ -6,6 +6,7 @@ with the places of their tokens, and gives whole rows: the layers above see neit
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +22,7 @@ from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 
 from titan_rl.titan.pipeline import Pipeline
+from titan_rl.titan.router_load import RouterLoad
 from titan_rl.titan.row_slices import gather_rows
 from titan_rl.titan.state import full_tensors
 
@@ -41,6 +43,11 @@ class Rows(Protocol):
     @property
     def positions(self) -> torch.Tensor:
         """``[B, T]`` int64, position of each token in its document."""
+        ...
+
+    @property
+    def sample_index(self) -> torch.Tensor:
+        """``[B, T]`` int64, negative in the padding."""
         ...
 
 
@@ -130,12 +137,15 @@ class ShardedModel:
         context_mesh = self._dims.get_optional_mesh("cp")
         self._context_mesh = context_mesh
         self._context_group = None if context_mesh is None else context_mesh.get_group()
+        self._router_load: RouterLoad | None = None
 
     @classmethod
     def of_trainer(cls, trainer: Trainer) -> ShardedModel:
         """The model that a trainer trains."""
         schedule = getattr(trainer, "pp_schedule", None)
-        return cls(trainer, trainer.model_parts, trainer.model_config, schedule=schedule)
+        model = cls(trainer, trainer.model_parts, trainer.model_config, schedule=schedule)
+        model.watch_routers()
+        return model
 
     @property
     def has_head(self) -> bool:
@@ -157,6 +167,10 @@ class ShardedModel:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that this rank holds a shard of."""
         return (parameter for part in self.parts for parameter in part.parameters())
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """The buffers that this rank holds."""
+        return (buffer for part in self.parts for buffer in part.buffers())
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and buffers that this rank holds a shard of, by TorchTitan's names."""
@@ -306,6 +320,32 @@ class ShardedModel:
         )
         return float(norm)
 
+    def watch_routers(self) -> None:
+        """Count what the routers of a mixture of experts do in training passes; nothing for a dense model."""
+        if any(getattr(layer, "moe", None) is not None for layer in self._config.layers):
+            self._router_load = RouterLoad(self.parts, self._dims)
+
+    def take_router_load(self) -> torch.Tensor:
+        """Give TorchTitan's load-balancing hook the step's counts, and return them. Collective.
+
+        To be called between the last backward pass of a step and the optimiser's step, also if that is then
+        skipped: the next step counts anew.
+
+        Returns:
+            ``[L, E]``, on all ranks how often each of E experts was chosen in each of the L layers that have
+            experts, over all stages, ranks and micro-batches; no layers for a dense model, or when no real
+            token was trained on.
+        """
+        nothing = torch.zeros(0, 0)
+        if self._router_load is None:
+            return nothing
+        layers = self._router_load.take()
+        if self._pipeline is not None:
+            texts = self._pipeline.texts(json.dumps(layers))
+            layers = {name: counts for text in texts for name, counts in json.loads(text).items()}
+        counts = torch.tensor([layers[name] for name in sorted(layers)])
+        return counts if bool(counts.any()) else nothing
+
     def prepare(self, rows: Rows) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
         """What TorchTitan's trainer does to a batch between data loader and model.
 
@@ -334,6 +374,8 @@ class ShardedModel:
             )
         if self._parallelism.spmd_backend == "spmd_types":
             inputs, index, kwargs = annotate_input_spmd_types(self._dims, inputs, index, kwargs)
+        if self._router_load is not None and torch.is_grad_enabled():
+            self._router_load.expect(kwargs["positions"], (rows.sample_index >= 0).gather(1, index))
         return inputs, kwargs, index
 
 

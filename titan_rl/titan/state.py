@@ -47,3 +47,8 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
     for name, value in iterate_state(model):
         yield name, (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -20,6 +20,7 @@ TORCHTITAN_IMPORTS = {
         "LRSchedulersContainer": "The critic's schedule, and its configuration.",
         "OptimizersContainer": "The optimiser's configuration, which `[optimizer]` becomes.",
         "ParamGroupConfig": "The one parameter group that `[optimizer]` describes.",
+        "register_moe_load_balancing_hook": "Moves the routers' biases before each optimiser step.",
     },
     "torchtitan.components.validate": {
         "Validator": "Base of the validation on held-out documents in supervised runs.",
@@ -65,6 +66,9 @@ TORCHTITAN_IMPORTS = {
         "get_attention_config": "Attention by its name in `model.attn_backend`.",
         "make_ffn_config": "Feed-forward layers of a model built from `config.json`.",
         "make_gqa_config": "Attention layers of a model built from `config.json`.",
+        "make_moe_config": "Mixtures of experts of a Qwen3-MoE directory.",
+        "make_routed_experts_config": "Their experts and how tokens get there.",
+        "make_router_config": "Their routers.",
     },
     "torchtitan.models.common.decoder": {
         "Decoder": "The models that the local generator can run.",
@@ -72,6 +76,16 @@ TORCHTITAN_IMPORTS = {
     "torchtitan.models.common.decoder_sharding": {
         "dense_activation_placement": "Layout of a value head's input and output.",
         "dense_param_placement": "Layout of a value head's weight and bias.",
+    },
+    "torchtitan.models.common.feed_forward": {
+        "FeedForward": "Type of the feed-forward layers.",
+    },
+    "torchtitan.models.common.moe": {
+        "GroupedExperts": "Base of the experts that replace it on a CPU.",
+        "MoE": "Type of the mixtures of experts.",
+    },
+    "torchtitan.models.common.token_dispatcher": {
+        "AllToAllTokenDispatcher": "Base of the dispatch that replaces it on a CPU.",
     },
     "torchtitan.models.common.nn_modules": {
         "RMSNorm": "Norms of a model built from `config.json`.",
@@ -87,6 +101,9 @@ TORCHTITAN_IMPORTS = {
         "RoPE": "Common type of the rotary embeddings.",
         "attention": "Module in which masks are made without a compiler on a CPU.",
         "decoder": "Module whose decoder gets document spans for masks on a CPU.",
+    },
+    "torchtitan.models.deepseek_v3": {
+        "MTPDecoder": "The local generator runs it where it has no layers for further tokens.",
     },
     "torchtitan.models.llama3.model": {
         "Llama3Model": "The Llama model.",
@@ -201,11 +218,22 @@ TORCHTITAN_REACHED = {
         "Decoder.layers": "Walked layer by layer when weights stream.",
         "Decoder.lm_head": "Its weight is the output projection of the chunked log-probabilities.",
     },
+    "torchtitan.models.common.moe": {
+        "GroupedExperts.forward": "OVERRIDDEN on a CPU: one product per expert, in the model's precision.",
+        "MoE.load_balance_coeff": "SET by `model.load_balance_coeff`.",
+        "MoE.router": "A hook on it counts the experts that it chose.",
+        "MoE.tokens_per_expert_E": "SET before each optimiser step to the counts of real tokens.",
+    },
+    "torchtitan.models.common.token_dispatcher": {
+        "AllToAllTokenDispatcher._combine_token_exchange": "OVERRIDDEN on a CPU: gloo's all-to-all.",
+        "AllToAllTokenDispatcher._dispatch_token_exchange": "OVERRIDDEN on a CPU: gloo's all-to-all.",
+        "AllToAllTokenDispatcher._token_count_exchange": "OVERRIDDEN on a CPU: gloo's all-to-all.",
+    },
     "torchtitan.models.llama3.state_dict_adapter": {
         "Llama3StateDictAdapter.from_hf_map": "Which name becomes which.",
     },
     "torchtitan.models.qwen3.state_dict_adapter": {
-        "Qwen3StateDictAdapter.from_hf_map": "Which name becomes which.",
+        "Qwen3StateDictAdapter.from_hf_map": "Which name becomes which; the router's bias is added to it.",
     },
     "torchtitan.protocols.model": {
         "BaseModel.init_weights": "Initialises the reference and the local generator's model.",

@@ -26,8 +26,9 @@ from torchtitan.protocols.sharding import ShardingConfig
 from titan_rl.errors import ConfigError
 from titan_rl.titan import safe_reading
 from titan_rl.titan.init import copy_full
-from titan_rl.titan.models import build_sharded, local
+from titan_rl.titan.models import build_sharded
 from titan_rl.titan.sharded_model import ShardedModel
+from titan_rl.titan.state import local
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -140,6 +141,7 @@ def value_sibling(trainer: Trainer, policy: ShardedModel, *, head_bias: bool = F
         head_bias=head_bias,
     )
     copy_backbone(policy, model)
+    model.watch_routers()
     return model
 
 

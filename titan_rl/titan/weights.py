@@ -30,6 +30,7 @@ from titan_rl.titan.state import full_tensors, parts
 TIED_HEAD = "lm_head.weight"
 SCALAR_HEAD = "score.weight"
 TIED_EMBEDDING = "model.embed_tokens.weight"
+_ROUTER_BIAS = ".moe.expert_bias_E"
 ASSET_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -85,7 +86,7 @@ class WeightStream:
                 "be known to the model's state-dict adapter, so that it can reach the generator",
                 "no Hugging Face name",
                 "Extend the adapter's from_hf_map, or build the model without it (a router's expert_bias_E: "
-                "load_balance_coeff = None). What is trained but not pushed goes stale.",
+                "model.load_balance_coeff = 0). What is trained but not pushed goes stale.",
             )
         return converted
 
@@ -224,6 +225,10 @@ def native_names(adapter: Any, hf_name: str) -> set[str]:
 def _load_part(
     module: nn.Module, prefix: str, native: Mapping[str, torch.Tensor], wanted: set[str], where: str
 ) -> None:
+    present = module.state_dict(prefix=prefix)
+    # A router's load-balancing bias is left behind by training with one; other models have none.
+    biases = {key for key in wanted - set(native) if key.endswith(_ROUTER_BIAS)}
+    native = dict(native) | {key: torch.zeros(present[key].shape) for key in biases}
     missing = sorted(wanted - set(native))
     if missing:
         raise ConfigError(
@@ -233,7 +238,6 @@ def _load_part(
             "The weights are incomplete: download or convert them again.",
         )
     example = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
-    present = module.state_dict(prefix=prefix)
     state = {}
     for key, tensor in native.items():
         if tensor.shape != present[key].shape:

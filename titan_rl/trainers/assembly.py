@@ -27,6 +27,8 @@ from titan_rl.rollout.source import GroupSource, SourceOptions
 from titan_rl.titan.api import ModelSpec, logger
 from titan_rl.titan.device import choose_device
 from titan_rl.titan.hf_config import hf_from_spec, read_hf_config
+from titan_rl.titan.hf_experts import refuse_router_bias
+from titan_rl.titan.models import build_adapter
 from titan_rl.titan.weights import WeightStream, write_assets
 from titan_rl.types import Prompt, SamplingParams
 
@@ -121,9 +123,7 @@ def open_data(config: RLTrainer.Config, run_seed: int) -> RunData:
 
 def state_dict_adapter(trainer: RLTrainer) -> Any:
     """TorchTitan's adapter between this model's names and Hugging Face's, or None."""
-    spec = cast(ModelSpec, trainer.config.model_spec)
-    # The path would be read for an index file only, which TorchTitan cannot parse in all its forms.
-    return spec.state_dict_adapter(trainer.model_config, None) if spec.state_dict_adapter else None
+    return build_adapter(cast(ModelSpec, trainer.config.model_spec), trainer.model_config)
 
 
 def weight_stream(trainer: RLTrainer) -> WeightStream:
@@ -147,6 +147,8 @@ def hf_config(config: Any) -> dict[str, Any]:
     """
     section = config.model
     if not section.name and section.hf_assets_path:
+        layers = config.model_spec.model.layers
+        refuse_router_bias([layer.moe for layer in layers if getattr(layer, "moe", None) is not None])
         return read_hf_config(Path(section.hf_assets_path))
     return hf_from_spec(cast(ModelSpec, config.model_spec))
 

@@ -93,9 +93,10 @@ class Degrees:
 def row_multiple(parallelism: Any, *, is_flex: bool) -> int:
     """The number of tokens of every row must be a multiple of this.
 
-    Sequence parallelism cuts a row into T ranks; context parallelism with its head-tail balancing into
-    ``2 * C`` pieces (``torchtitan.trainer.Trainer.__init__``), and FlexAttention gives each of C ranks whole
-    blocks of 128 tokens.
+    Sequence parallelism cuts a row into T ranks, and so does expert parallelism in every mixture of experts;
+    context parallelism with its head-tail balancing into ``2 * C`` pieces
+    (``torchtitan.trainer.Trainer.__init__``), and FlexAttention gives each of C ranks whole blocks of 128
+    tokens.
 
     Args:
         parallelism: TorchTitan's section.
@@ -103,11 +104,12 @@ def row_multiple(parallelism: Any, *, is_flex: bool) -> int:
 
     >>> from types import SimpleNamespace
     >>> row_multiple(SimpleNamespace(tensor_parallel_degree=2, context_parallel_degree=2,
-    ...     enable_sequence_parallel=True), is_flex=True)
+    ...     expert_parallel_degree=1, enable_sequence_parallel=True), is_flex=True)
     256
     """
     context = parallelism.context_parallel_degree
-    tensor = parallelism.tensor_parallel_degree if parallelism.enable_sequence_parallel else 1
+    is_cut = parallelism.enable_sequence_parallel or parallelism.expert_parallel_degree > 1
+    tensor = parallelism.tensor_parallel_degree if is_cut else 1
     multiple = tensor * (2 * context if context > 1 else 1)
     return math.lcm(multiple, FLEX_BLOCK * context) if context > 1 and is_flex else multiple
 

@@ -21,6 +21,7 @@ from titan_rl.algorithms.preference_interfaces import CompletionScores, Preferen
 from titan_rl.config.choice import build
 from titan_rl.data.preferences import Preference
 from titan_rl.errors import NonFiniteError
+from titan_rl.functional.expert_load import expert_load
 from titan_rl.observability.stages import StageTimer
 from titan_rl.policy.reference_cache import ReferenceCache
 from titan_rl.resilience.manifest import Facts
@@ -243,7 +244,8 @@ class PairTrainer(ResilientTrainer):
             self.optimizers.zero_grad(set_to_none=True)
             parts = self.forward_backward(batches, counts=num_sides(drawn), baseline=baseline)
             grad_norm = self.policy.clip_grad_norm(self.config.training.max_norm)
-            metrics = self.reduce(parts)
+            load = expert_load(self.policy.take_router_load())
+            metrics = self.reduce(parts) | {f"moe_{name}": value for name, value in load.items()}
             if math.isfinite(grad_norm):
                 self.checkpointer.maybe_wait_for_staging()
                 self.optimizers.step()

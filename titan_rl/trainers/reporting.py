@@ -254,7 +254,8 @@ class Reporter:
         metrics: dict[str, float] = {}
         for name in sorted({name for result in results for name in result.metrics}):
             values = [r.metrics[name] for r in results if name in r.metrics]
-            metrics[name] = max(values) if name.endswith("_max") else math.fsum(values) / len(values)
+            extreme = {"_max": max, "_min": min}.get(name[-4:])
+            metrics[name] = math.fsum(values) / len(values) if extreme is None else extreme(values)
         first = results[0].metrics
         if "loss/mismatch_abs" in first:
             trainer.state.mean_mismatch = first["loss/mismatch_abs"]

@@ -13,6 +13,7 @@ from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.algorithms.preset import derive_needs
 from titan_rl.config.choice import build
 from titan_rl.errors import ConfigError, NonFiniteError, StopRequestedError, TitanRLError
+from titan_rl.functional.expert_load import expert_load
 from titan_rl.observability.stages import StageTimer
 from titan_rl.policy.critic import Critic, build_critic
 from titan_rl.policy.teacher import Teacher, build_teacher
@@ -220,6 +221,8 @@ class RLTrainer(ResilientTrainer):
             )
             grad_norm = self.policy.clip_grad_norm(self.config.training.max_norm)
             metrics = reduce_metrics(parts, batch, self.collectives)
+            load = expert_load(self.policy.take_router_load())
+            metrics |= {f"moe/{name}": value for name, value in load.items()}
             if not math.isfinite(grad_norm):
                 return self._skip(grad_norm, metrics, f"the gradient norm is {grad_norm}")
             self.checkpointer.maybe_wait_for_staging()

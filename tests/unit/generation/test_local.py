@@ -3,10 +3,12 @@
 import copy
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torchtitan.models.deepseek_v3 import model_registry as deepseek_registry
 from torchtitan.models.gpt_oss import model_registry as gpt_oss_registry
 from torchtitan.models.llama3 import model_registry as llama3_registry
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -17,6 +19,7 @@ from titan_rl.generation.local import LocalGenerator
 from titan_rl.generation.protocol import GeneratorContext, generate
 from titan_rl.titan import device
 from titan_rl.titan.attention import use_cpu_attention
+from titan_rl.titan.experts import use_cpu_experts
 from titan_rl.titan.hf_config import spec_from_hf
 from titan_rl.titan.models import build_unsharded
 from titan_rl.titan.state import iterate_state
@@ -397,13 +400,19 @@ def test_building_leaves_the_random_numbers_of_the_run_alone(context: GeneratorC
     assert torch.equal(torch.rand(4), expected)
 
 
+@pytest.mark.parametrize("registry", [llama3_registry, deepseek_registry])
 def test_a_model_without_an_adapter_takes_the_weights_under_torchtitans_names(
-    context: GeneratorContext,
+    context: GeneratorContext, registry: Callable[..., Any]
 ) -> None:
-    model_config = llama3_registry("debugmodel").model  # its projections of q, k and v are fused
+    """Llama's projections of q, k and v are fused; DeepSeek-V3 has latent attention, experts and biases."""
+    model_config = registry("debugmodel").model
+    use_cpu_experts(model_config)
     uncached_config = copy.deepcopy(model_config)
     use_cpu_attention(uncached_config)
     uncached = build_unsharded(uncached_config, max_seq_len=MAX_MODEL_LEN)
+    for name, bias in uncached.named_buffers():
+        if name.endswith("expert_bias_E"):
+            bias.copy_(0.1 * torch.randn(bias.shape))
     generator = LocalGenerator(
         LocalGenerator.Config(), dataclasses.replace(context, model_config=model_config, adapter=None)
     )

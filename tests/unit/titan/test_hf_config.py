@@ -38,6 +38,12 @@ MODELS = {
     "qwen3": ("qwen3", {}),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3_one_key_head": ("qwen3", {"num_key_value_heads": 1, "head_dim": 16}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe_tied": ("qwen3_moe", {"tie_word_embeddings": True}),
+    "qwen3_moe_every_second_layer": (
+        "qwen3_moe",
+        {"mlp_only_layers": None, "decoder_sparse_step": 2, "norm_topk_prob": False},
+    ),
     "qwen3_eps_and_theta": ("qwen3", {"rms_norm_eps": 1e-2, "rope_parameters": {"rope_theta": 77.0}}),
 }
 
@@ -65,6 +71,18 @@ def test_logits_equal_those_of_transformers_there_and_back(tmp_path, kind, chang
     again.load_state_dict(peer.state_dict())
     torch.testing.assert_close(peer_logits(again, tokens()), expected, rtol=0, atol=0)
     assert hf_from_spec(spec_from_hf(tmp_path)) == written
+
+
+@pytest.mark.parametrize("key", ["norm_topk_prob", "num_experts_per_tok"])
+def test_the_comparison_notices_another_routing(tmp_path, key):
+    """Planted fault: a key of the file is read wrongly."""
+    peer = make_peer("qwen3_moe")
+    peer.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content[key] = {"norm_topk_prob": False, "num_experts_per_tok": 2}[key]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    difference = (titan_logits(load_titan(tmp_path), tokens()) - peer_logits(peer, tokens())).abs().max()
+    assert difference > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("fault", ["rope_theta", "rms_norm_eps", "num_key_value_heads"])
@@ -98,9 +116,9 @@ def test_rope_is_read_from_files_of_older_transformers_too(tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
 def test_where_the_file_is_silent_the_model_is_that_of_transformers(tmp_path, kind):
-    name = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]
+    name = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[kind] + "ForCausalLM"
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 32,
@@ -171,6 +189,7 @@ def test_random_weights_have_the_spread_that_the_file_asks_for(tmp_path):
             {"rope_type": "llama3", "factor": 2.0},
             "rope_scaling must hold 'low_freq_factor'",
         ),
+        ("architectures", ["MixtralForCausalLM"], "Qwen3ForCausalLM, Qwen3MoeForCausalLM; got"),
         ("architectures", ["GPT2LMHeadModel"], "architectures must name one of LlamaForCausalLM"),
         ("architectures", [], "architectures must name one of"),
         ("num_key_value_heads", 4, "num_key_value_heads must divide num_attention_heads = 6; got 4"),
@@ -213,9 +232,55 @@ def test_a_directory_without_a_readable_file_is_refused(tmp_path, content, shown
         read_hf_config(tmp_path)
 
 
-@pytest.mark.parametrize("change", ["moe", "yarn", "other"])
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"num_experts": 0}, "num_experts must be a positive integer; got 0"),
+        ({"moe_intermediate_size": "24"}, "moe_intermediate_size must be a positive integer; got '24'"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_experts = 8; got 9"),
+        ({"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers must leave experts in at least one layer"),
+    ],
+)
+def test_sizes_of_experts_that_make_no_model_are_refused(tmp_path, change, shown):
+    make_peer("qwen3_moe").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    if "num_experts" in change:
+        content.pop("num_local_experts", None)
+    path.write_text(json.dumps(content | change))
+    with pytest.raises(ConfigError) as caught:
+        spec_from_hf(tmp_path)
+    assert shown in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_the_number_of_experts_is_read_under_both_of_its_names(tmp_path, key):
+    make_peer("qwen3_moe").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    for name in ("num_experts", "num_local_experts"):
+        content.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(content | {key: 8}))
+    moe = spec_from_hf(tmp_path).model.layers[0].moe
+    assert (moe.num_experts, moe.router.top_k, moe.load_balance_coeff) == (8, 3, None)
+
+
+def test_a_flavor_with_experts_is_written_once_it_has_no_router_bias():
+    spec = qwen3.model_registry("debugmodel_moe", attn_backend="flex")
+    with pytest.raises(ConfigError, match=r"load_balance_coeff must be 0 for vLLM and .* got 0.001"):
+        hf_from_spec(spec)
+    for layer in spec.model.layers:
+        layer.moe.load_balance_coeff = None
+    written = hf_from_spec(spec)
+    expected = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    assert written | expected | {"mlp_only_layers": []} == written
+    spec.model.layers[3].moe.router.score_func = "sigmoid"
+    with pytest.raises(ConfigError, match="route as Qwen3-MoE does"):
+        hf_from_spec(spec)
+
+
+@pytest.mark.parametrize("change", ["yarn", "other"])
 def test_a_model_without_a_counterpart_is_not_written(change):
-    spec = qwen3.model_registry("debugmodel_moe" if change == "moe" else "debugmodel", attn_backend="flex")
+    spec = qwen3.model_registry("debugmodel", attn_backend="flex")
     if change == "yarn":
         spec.model.layers[0].attention.rope.scaling = "yarn"
     if change == "other":

@@ -15,7 +15,16 @@ from titan_rl.errors import ConfigError
 from titan_rl.titan import device
 from titan_rl.titan.attention import CpuDocumentAttention
 from titan_rl.titan.hf_config import spec_from_hf
-from titan_rl.titan.models import ModelSection, build_spec, build_unsharded, copy_shards, local
+from titan_rl.titan.models import (
+    ModelSection,
+    build_adapter,
+    build_spec,
+    build_unsharded,
+    copy_shards,
+    local,
+)
+from titan_rl.titan.weight_sink import WeightSink
+from titan_rl.titan.weights import WeightStream, load_hf
 
 device.install()
 
@@ -67,6 +76,39 @@ def test_without_a_name_the_directory_is_the_model(tmp_path):
     ],
 )
 def test_what_is_not_a_model_is_refused_by_the_key_at_fault(section, shown):
+    with pytest.raises(ConfigError) as caught:
+        build_spec(section)
+    assert shown in str(caught.value)
+
+
+@pytest.mark.parametrize(("coefficient", "expected"), [(None, 0.001), (0.0, None), (0.02, 0.02)])
+def test_the_step_of_a_routers_bias_is_the_flavors_or_the_tables(coefficient, expected):
+    section = ModelSection(name="qwen3", flavor="debugmodel_moe", load_balance_coeff=coefficient)
+    assert {layer.moe.load_balance_coeff for layer in build_spec(section).model.layers} == {expected}
+
+
+def test_a_directory_gets_a_routers_bias_on_demand_only(tmp_path):
+    make_peer("qwen3_moe").save_pretrained(tmp_path)
+    for coefficient in (None, 0.02):
+        section = ModelSection(hf_assets_path=str(tmp_path), load_balance_coeff=coefficient)
+        moes = [layer.moe for layer in build_spec(section).model.layers]
+        assert [moe and moe.load_balance_coeff for moe in moes] == [coefficient, None, coefficient]
+
+
+@pytest.mark.parametrize(
+    ("section", "shown"),
+    [
+        (
+            ModelSection(name="llama3", flavor="debugmodel", load_balance_coeff=0.1),
+            "model.load_balance_coeff must be left out for a model without experts; got 0.1",
+        ),
+        (
+            ModelSection(name="gpt_oss", flavor="debugmodel"),
+            "model.name must be qwen3 or deepseek_v3 for a mixture of experts of TorchTitan; got 'gpt_oss'",
+        ),
+    ],
+)
+def test_experts_that_are_not_supported_are_refused(section, shown):
     with pytest.raises(ConfigError) as caught:
         build_spec(section)
     assert shown in str(caught.value)
@@ -132,3 +174,27 @@ def test_shards_of_models_that_do_not_match_are_not_copied():
 def test_the_local_part_of_a_whole_tensor_is_itself():
     parameter = nn.Parameter(torch.ones(3))
     assert local(parameter) is parameter
+
+
+def test_buffers_are_copied_too_a_routers_bias_among_them():
+    model = build_spec(ModelSection(name="deepseek_v3", flavor="debugmodel")).model
+    model.layers = model.layers[:2]
+    source, target = (build_titan(SimpleNamespace(model=model)) for _ in range(2))
+    source.layers["1"].moe.expert_bias_E.copy_(torch.arange(8.0))
+    copy_shards(source, target)
+    assert torch.equal(target.layers["1"].moe.expert_bias_E, torch.arange(8.0))
+
+
+def test_weights_without_a_routers_bias_leave_it_at_zero_and_the_local_generator_gets_it(tmp_path):
+    make_peer("qwen3_moe").save_pretrained(tmp_path)
+    spec = build_spec(ModelSection(hf_assets_path=str(tmp_path), load_balance_coeff=0.02))
+    adapter, (source, target) = build_adapter(spec, spec.model), (build_titan(spec) for _ in range(2))
+    source.layers["0"].moe.expert_bias_E.fill_(7.0)
+    load_hf(source, adapter, str(tmp_path))
+    assert not source.layers["0"].moe.expert_bias_E.any()
+    source.layers["0"].moe.expert_bias_E.copy_(torch.arange(8.0))
+    sink = WeightSink(target, adapter)
+    for name, tensor in WeightStream(source, adapter):
+        sink.write(name, tensor)
+    assert sink.finish() == ()
+    assert torch.equal(target.layers["0"].moe.expert_bias_E, torch.arange(8.0))

@@ -4,16 +4,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from titan_rl.titan import device
 from titan_rl.titan.attention import use_cpu_attention
+from titan_rl.titan.experts import use_cpu_experts
 from titan_rl.titan.hf_config import spec_from_hf
+from titan_rl.titan.models import build_adapter
 from titan_rl.titan.weights import load_hf
 
 device.install()
 
-_CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+_CLASSES: dict[str, Any] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+EXPERTS = {
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+}
+"""Sizes of a Qwen3-MoE beside those of every kind: the layer in the middle is dense."""
 _COMMON = {
     "vocab_size": 96,
     "hidden_size": 48,
@@ -29,10 +51,11 @@ _COMMON = {
 }
 
 
-def make_peer(kind: str, *, seed: int = 0, **changed: Any) -> LlamaForCausalLM | Qwen3ForCausalLM:
+def make_peer(kind: str, *, seed: int = 0, **changed: Any) -> Any:
     """A random model whose norms are not all ones. Where a value is None, the key is left out."""
     config_class, model_class = _CLASSES[kind]
-    values = {key: value for key, value in (_COMMON | changed).items() if value is not None}
+    sizes = _COMMON | (EXPERTS if kind == "qwen3_moe" else {}) | changed
+    values = {key: value for key, value in sizes.items() if value is not None}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config_class(**values)).eval()
@@ -46,6 +69,7 @@ def make_peer(kind: str, *, seed: int = 0, **changed: Any) -> LlamaForCausalLM |
 def build_titan(spec: Any) -> Any:
     """TorchTitan's model of a spec, on the CPU, whole, randomly initialised."""
     use_cpu_attention(spec.model)
+    use_cpu_experts(spec.model)
     with torch.device("meta"):
         model = spec.model.build()
     model.to_empty(device="cpu")
@@ -58,7 +82,7 @@ def load_titan(directory: Path) -> Any:
     """TorchTitan's model of a directory, with the weights in it."""
     spec = spec_from_hf(directory)
     model = build_titan(spec)
-    load_hf(model, spec.state_dict_adapter(spec.model, None), str(directory))
+    load_hf(model, build_adapter(spec, spec.model), str(directory))
     return model
 
 

@@ -208,6 +208,11 @@ def test_sequence_parallelism_off_frees_the_row_of_the_tensor_degree():
     assert row_multiple(off, is_flex=True) == 1
 
 
+def test_expert_parallelism_cuts_rows_over_tensor_ranks_without_sequence_parallelism_too():
+    parallelism = ParallelismConfig(**{TP: 4}, expert_parallel_degree=2, enable_sequence_parallel=False)
+    assert row_multiple(parallelism, is_flex=True) == 4
+
+
 @pytest.mark.parametrize(
     ("name", "flavor", "expected"),
     [
