@@ -40,7 +40,7 @@ def traffic(facts: RunFacts, policy: ShardSizes, batch: BatchPlan) -> Traffic:
     rows = facts.rows * passes
 
     def step(count: Callable[[int], int]) -> int:
-        """Of the policy's step with all scoring passes; the critic trains as much, and its scoring is there."""
+        """The policy's step with all scoring passes; the critic's is as much without them."""
         return count(scorings) + facts.needs_critic * count(0)
 
     per_step = {
