@@ -40,7 +40,7 @@ lint: setup ## Check style, types and layers
 
 test: lint ## Run lint, then all tests and doctests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		--doctest-modules titan_rl tests
+		--max-worker-restart 1 --doctest-modules titan_rl tests
 
 doctor: setup ## Say what this machine and this environment can run
 	$(BIN)/titan-rl doctor

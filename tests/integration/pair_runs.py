@@ -56,7 +56,7 @@ def evaluations(run: runs.Run) -> dict[int, dict[str, float]]:
 
 
 def assert_learned(run: runs.Run) -> None:
-    """The held-out accuracy rises by far more than its standard error of 0.08, and everything is logged."""
+    """Held-out accuracy and margin rise by far more than their standard errors, and everything is logged."""
     assert (run.status["outcome"], run.status["step"]) == ("done", STEPS)
     found, summary = evaluations(run), run.summary
     assert list(found) == [0, HALF, STEPS]
@@ -65,11 +65,11 @@ def assert_learned(run: runs.Run) -> None:
         found[0]["accuracy"],
         found[STEPS]["accuracy"],
     )
-    assert found[STEPS]["accuracy"] >= found[0]["accuracy"] + 0.3
+    assert found[STEPS]["accuracy"] >= found[0]["accuracy"] + 0.3  # a standard error is at most 0.08
     assert found[STEPS]["loss"] < found[HALF]["loss"] < found[0]["loss"]
-    assert found[STEPS]["margin"] > found[0]["margin"] + 0.5
+    assert found[STEPS]["margin"] > found[0]["margin"] + 4 * found[STEPS]["margin_std"] / 40**0.5
     logged = run.metrics()
-    for name in ("accuracy", "margin", "loss"):
+    for name in ("accuracy", "margin", "margin_std", "loss"):
         by_step = {step: metrics[name] for step, metrics in found.items()}
         assert logged[f"evaluation/{name}"] == pytest.approx(by_step, rel=1e-6)
         assert sorted(logged[f"preference/{name}"]) == list(range(1, STEPS + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from statistics import fmean
 
@@ -47,7 +48,8 @@ def test_it_learns_beyond_noise_and_says_so(started):
     pair_runs.assert_learned(run)
     before = pair_runs.evaluations(run)[0]
     assert before["accuracy"] == pytest.approx(0.5, abs=0.2)  # policy and reference are equal: rounding
-    assert before["margin"] == pytest.approx(0.0, abs=1e-5)
+    assert before["margin"] == pytest.approx(0.0, abs=1e-6)
+    assert before["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
 def test_the_export_has_the_evaluated_log_probabilities_in_transformers(started):
