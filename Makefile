@@ -5,6 +5,8 @@ VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
 CORES := $(shell nproc 2>/dev/null || echo 1)
+# Processes that run tests side by side, each whole files; 1 core and up to 8 GiB of memory each.
+WORKERS ?= 2
 # One process on this machine, on a free port.
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 1
 SMOLLM2 := models/smollm2-135m
@@ -37,7 +39,8 @@ lint: setup ## Check style, types and layers
 	$(BIN)/lint-imports
 
 test: lint ## Run lint, then all tests and doctests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules titan_rl tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		--max-worker-restart 1 --doctest-modules titan_rl tests
 
 doctor: setup ## Say what this machine and this environment can run
 	$(BIN)/titan-rl doctor

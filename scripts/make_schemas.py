@@ -6,9 +6,10 @@ import json
 import sys
 from pathlib import Path
 
+from titan_rl.config.presets import PRESETS
 from titan_rl.config.reference import make_reference
 from titan_rl.config.schema import make_schema
-from titan_rl.trainers.configuration import RULES, TRAINER_CONFIGS, default_config
+from titan_rl.trainers.configuration import RULES, TRAINER_CONFIGS, default_config, types_by_algorithm
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,6 +28,8 @@ def render() -> dict[Path, str]:
     for trainer in TRAINER_CONFIGS:
         schema = make_schema(default_config(trainer), RULES)
         schema["properties"]["trainer"] = {"description": _WHICH[trainer], "enum": [trainer]}
+        if trainer == "rl":
+            schema[PRESETS] = {"algorithm.type": types_by_algorithm()}
         files[ROOT / "titan_rl" / "schemas" / f"{trainer}.json"] = json.dumps(schema, indent=1) + "\n"
         files[ROOT / "docs" / f"configuration_{trainer}.md"] = make_reference(schema)
     return files

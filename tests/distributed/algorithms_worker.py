@@ -7,9 +7,8 @@ tests/numerics/test_algorithm_invariance.py computes with it in one process; tes
 
 import dataclasses
 import json
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torchtitan.distributed import utils as dist_utils
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.distributed import fsdp_worker
@@ -42,7 +40,6 @@ from titan_rl.policy.critic import Critic, build_critic
 from titan_rl.policy.teacher import Teacher
 from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.rollout.samples import to_samples
-from titan_rl.titan import device
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.models import build_sibling, copy_shards
 from titan_rl.titan.sharded_model import ShardedModel
@@ -372,29 +369,6 @@ class Setup:
             return self.step(name, batch)
 
 
-@contextmanager
-def alone(directory: Path) -> Iterator[Setup]:
-    """This process as the only rank, with the models of all algorithms."""
-    with only_rank(directory):
-        yield Setup(directory)
-
-
-@contextmanager
-def only_rank(directory: Path) -> Iterator[None]:
-    """This process as the only rank."""
-    device.install()
-    backend, threads = dist_utils.get_spmd_backend(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        fsdp_worker.parallel_dims.cache_clear()
-        dist_utils.set_spmd_backend(backend)
-        torch.set_num_threads(threads)
-
-
 def unequal(a: Step, b: Step) -> list[str]:
     """Names of the gradients that are not equal in the design's sense."""
     assert a.gradients.keys() == b.gradients.keys()
@@ -422,10 +396,3 @@ def run(directory: Path) -> None:
         stem = directory / f"world{dist.get_world_size()}"
         save_file({key: value.contiguous() for key, value in tensors.items()}, f"{stem}.safetensors")
         Path(f"{stem}.json").write_text(json.dumps(rest))
-
-
-if __name__ == "__main__":
-    device.install()
-    dist.init_process_group("gloo")
-    run(Path(sys.argv[1]))
-    dist.destroy_process_group()

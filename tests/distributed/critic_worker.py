@@ -1,10 +1,9 @@
-"""What test_critic_two_ranks.py computes, on one rank or on two: ``torchrun ... critic_worker.py DIRECTORY``.
+"""What test_critic_two_ranks.py computes, on one rank or on two; see launching.py.
 
 Every rank writes ``world<N>.rank<R>.json``; rank 0 also writes whole tensors to ``world<N>.safetensors``.
 """
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +30,6 @@ from tests.distributed.fsdp_worker import (
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.policy.critic import Critic, build_critic
 from titan_rl.policy.reward_scorer import token_values
-from titan_rl.titan import device
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.init import copy_full
 from titan_rl.titan.sections import OptimizerSection
@@ -303,10 +301,3 @@ def run(directory: Path) -> None:
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / f"{stem}.safetensors"
         )
-
-
-if __name__ == "__main__":
-    device.install()
-    dist.init_process_group("gloo")
-    run(Path(sys.argv[1]))
-    dist.destroy_process_group()

@@ -1,10 +1,9 @@
-"""What test_distillation_two_ranks.py computes: ``torchrun ... distillation_worker.py DIRECTORY``.
+"""What test_distillation_two_ranks.py computes, on one rank or on two; see launching.py.
 
 Rank 0 writes whole gradients to ``world<N>.safetensors`` and metrics to ``world<N>.json``.
 """
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,6 @@ from tests.distributed.fsdp_worker import (
 from titan_rl.algorithms.penalties import Distillation
 from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.policy.teacher import Teacher, build_teacher
-from titan_rl.titan import device
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.models import ModelSection
 from titan_rl.titan.sharded_model import fsdp_modules
@@ -123,10 +121,3 @@ def run(directory: Path) -> None:
         }
         save_file(tensors, stem.with_suffix(".safetensors"))
         stem.with_suffix(".json").write_text(json.dumps({"metrics": metrics, "teacher_touched": touched}))
-
-
-if __name__ == "__main__":
-    device.install()
-    dist.init_process_group("gloo")
-    run(Path(sys.argv[1]))
-    dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What test_fsdp_two_ranks.py computes, on one rank or on two: ``torchrun ... fsdp_worker.py DIRECTORY``.
+"""What test_fsdp_two_ranks.py computes, on one rank or on two: called by launching.py.
 
 Every rank writes ``world<N>.rank<R>.json``; rank 0 also writes whole tensors to ``world<N>.safetensors``.
 """
@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import json
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +32,6 @@ from titan_rl.batching.pack import pack
 from titan_rl.errors import GeneratorError, HandshakeError
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.policy.token_scores import LogprobScorer
-from titan_rl.titan import device
 from titan_rl.titan.attention import use_cpu_attention
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.experts import use_cpu_experts
@@ -470,21 +468,9 @@ def run(directory: Path) -> None:
         "handshake": check_handshake(directory),
         "collectives": check_collectives(directory),
     }
-    smollm2 = json.loads((directory / "smollm2.json").read_text())
-    if smollm2["path"]:
-        rank = build(Path(smollm2["path"]))
-        load_hf(rank.policy, rank.adapter, smollm2["path"])
-        tensors["logits/smollm2"] = logits(rank, smollm2["tokens"])
     stem = f"world{dist.get_world_size()}"
     (directory / f"{stem}.rank{dist.get_rank()}.json").write_text(json.dumps(result))
     if dist.get_rank() == 0:
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / f"{stem}.safetensors"
         )
-
-
-if __name__ == "__main__":
-    device.install()
-    dist.init_process_group("gloo")
-    run(Path(sys.argv[1]))
-    dist.destroy_process_group()

@@ -1,8 +1,6 @@
 """One rank of test_local_generator.py: a sharded policy pushes its weights to this rank's own generator."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,7 +9,6 @@ from torchtitan.distributed import utils as dist_utils
 from tests.distributed.fsdp_worker import build
 from titan_rl.generation.local import LocalGenerator
 from titan_rl.generation.protocol import GeneratorContext, generate
-from titan_rl.titan import device
 from titan_rl.titan.weights import WeightStream, load_hf
 from titan_rl.types import GenerationRequest, SamplingParams, WeightUpdate
 
@@ -59,13 +56,6 @@ def push_and_generate(directory: str, tensor_parallel_degree: int) -> dict[str, 
     }
 
 
-def main(directory: str) -> None:
-    device.install()
-    dist.init_process_group("gloo")
-    results = [push_and_generate(directory, degree) for degree in (1, 2)]
-    Path(directory, f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+def run(directory: Path) -> None:
+    results = [push_and_generate(str(directory), degree) for degree in (1, 2)]
+    (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))

@@ -1,11 +1,10 @@
-"""What test_pairs_two_ranks.py computes, on one rank or on two: ``torchrun ... pair_worker.py DIRECTORY``.
+"""What test_pairs_two_ranks.py computes, on one rank or on two; see launching.py.
 
 The gradient of one step of every loss on preferences, in several layouts and under planted faults. Rank 0
 writes whole gradients to ``pairs<N>.safetensors``, every rank ``pairs<N>.rank<R>.json``.
 """
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ from titan_rl.algorithms.reward_model_losses import BradleyTerry
 from titan_rl.config.choice import build
 from titan_rl.data.preferences import Encoded, Preference
 from titan_rl.policy.reward_scorer import RewardScorer
-from titan_rl.titan import device
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.models import build_sibling, copy_shards, local
 from titan_rl.titan.value_model import build_value_model, copy_backbone, init_head
@@ -237,16 +235,3 @@ def scores(rank: Reward) -> dict[str, list[float]]:
 
 def _fields(micro_batch: Any) -> dict[str, Any]:
     return {name: getattr(micro_batch, name) for name in type(micro_batch).__slots__}
-
-
-def main() -> None:
-    device.install()
-    dist.init_process_group("gloo")
-    try:
-        run(Path(sys.argv[1]))
-    finally:
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -4,13 +4,11 @@ An ordinary run of one iteration. Afterwards every rank writes ``rank<R>.json``:
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchtitan.distributed import activation_checkpoint
 
@@ -104,7 +102,7 @@ def measure_activations(trainer: Any) -> list[int]:
     return measured
 
 
-def main(config: str, directory: Path, overrides: list[str]) -> None:
+def run(config: str, directory: Path, overrides: list[str], rank: int) -> None:
     trainer: Any = configure(*read_checked(config, overrides)).build()
     activations = measure_activations(trainer)
     trainer.train()
@@ -125,9 +123,5 @@ def main(config: str, directory: Path, overrides: list[str]) -> None:
         ),
         "activations": max(activations),
     }
-    (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
+    (directory / f"rank{rank}.json").write_text(json.dumps(result))
     trainer.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

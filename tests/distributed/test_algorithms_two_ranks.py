@@ -1,20 +1,16 @@
 """A step of every algorithm on two gloo ranks of FSDP against one rank: losses, metrics and all gradients.
 
-The computation is in algorithms_worker.py: once under torchrun with two ranks, packed, and once in this
+The computation is in algorithms_worker.py: once on two forked ranks, packed, and once in this
 process, padded. "Equal": per tensor ``||a - b|| <= 1e-5 ||b|| + 1e-8``, in fp32.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed import algorithms_worker
+from tests.distributed import algorithms_worker, launching
 from tests.distributed.algorithms_worker import NAMES, Step, unequal
 
 pytestmark = pytest.mark.slow
@@ -24,15 +20,9 @@ pytestmark = pytest.mark.slow
 def launch(tmp_path_factory):
     directory = tmp_path_factory.mktemp("algorithms")
     algorithms_worker.write_model(directory)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    root = Path(__file__).parents[2]
-    subprocess.run(
-        [sys.executable, *command, str(Path(algorithms_worker.__file__)), str(directory)],
-        check=True,
-        timeout=900,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TITAN_RL_DEVICE": "cpu", "PYTHONPATH": str(root)},
-    )
-    with algorithms_worker.alone(directory) as setup:
+    launching.on_two_ranks(algorithms_worker, directory)
+    with launching.only_rank(directory):
+        setup = algorithms_worker.Setup(directory)
         expected = {name: setup.step(name, setup.batch(name, "one_of_eight")) for name in NAMES}
     return SimpleNamespace(
         expected=expected,

@@ -1,25 +1,18 @@
 """The gradient of on-policy distillation: one rank, two gloo ranks of FSDP, and transformers written out.
 
-The computation is in distillation_worker.py: once under torchrun with two ranks, once in this process with
+The computation is in distillation_worker.py: once on two forked ranks, once in this process with
 one. "Equal" for gradients: per tensor ``||a - b|| <= 1e-5 ||b|| + 1e-8``, in fp32.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
-from torchtitan.distributed import utils as dist_utils
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.distributed import distillation_worker, fsdp_worker
-from titan_rl.titan import device
+from tests.distributed import distillation_worker, fsdp_worker, launching
 
 pytestmark = pytest.mark.slow
 
@@ -61,15 +54,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     models = _models()
     for name, model in models.items():
         model.save_pretrained(directory / name)
-    root = Path(__file__).parents[2]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run(
-        [sys.executable, *command, str(Path(distillation_worker.__file__)), str(directory)],
-        check=True,
-        timeout=900,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TITAN_RL_DEVICE": "cpu", "PYTHONPATH": str(root)},
-    )
-    _run_alone(directory)
+    launching.compute(distillation_worker, directory)
     return SimpleNamespace(
         models=models,
         one=json.loads((directory / "world1.json").read_text()),
@@ -77,20 +62,6 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         alone=load_file(directory / "world1.safetensors"),
         sharded=load_file(directory / "world2.safetensors"),
     )
-
-
-def _run_alone(directory: Path) -> None:
-    device.install()
-    backend, threads = dist_utils.get_spmd_backend(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
-    try:
-        distillation_worker.run(directory)
-    finally:
-        dist.destroy_process_group()
-        fsdp_worker.parallel_dims.cache_clear()
-        dist_utils.set_spmd_backend(backend)
-        torch.set_num_threads(threads)
 
 
 def gradients(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:

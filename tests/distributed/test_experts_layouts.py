@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torchtitan.distributed.activation_checkpoint import FullAC
 
-from tests.distributed import algorithms_worker, experts_worker
+from tests.distributed import experts_worker, launching
 from tests.distributed.algorithms_worker import unequal
 from tests.distributed.experts_worker import LAYOUTS, MODELS, NAMES, ONE, ExpertsSetup, step_of
 from titan_rl.functional.checksum import tensor_checksum
@@ -52,7 +52,7 @@ def launched(directory) -> Path:
 @pytest.fixture(scope="module")
 def alone(directory):
     """This process as the only rank: what each model gave, and more about DeepSeek-V3's routers."""
-    with algorithms_worker.only_rank(directory):
+    with launching.only_rank(directory):
         found = {}
         for model in MODELS:
             setup = ExpertsSetup(directory, model, **ONE)

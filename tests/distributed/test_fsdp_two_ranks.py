@@ -1,33 +1,24 @@
 """Two gloo ranks of FSDP against one rank and against transformers: start, loading, and a step of GRPO.
 
-The computation is in fsdp_worker.py: once under torchrun with two ranks, once in this process with one.
+The computation is in fsdp_worker.py: once on two forked ranks, once in this process with one.
 "Equal" for gradients: per tensor ``||a - b|| <= 1e-5 ||b|| + 1e-8``, in fp32. Logits of small random models
-are compared within 1e-5, those of SmolLM2-135M within 1e-3.
+are compared within 1e-5; those of SmolLM2-135M are in test_smollm2_logits.py.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from torchtitan.distributed import utils as dist_utils
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.distributed import fsdp_worker
-from titan_rl.titan import device
+from tests.distributed import fsdp_worker, launching
 
 pytestmark = pytest.mark.slow
 
-LOGITS, LOGITS_OF_A_TRAINED_MODEL = 1e-5, 1e-3
+LOGITS = 1e-5
 MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied")
-SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2-135m"
 PROMPT = [[1, 2, 3, 4, 5, 6, 7], [90, 8, 7, 6, 5, 4, 3]]
 LAYOUTS = ("eight_of_one", "one_of_eight", "packed")
 
@@ -68,44 +59,14 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     for name, peer in peers.items():
         peer.save_pretrained(directory / name)
     (directory / "prompt.json").write_text(json.dumps(PROMPT))
-    has_smollm2 = (SMOLLM2 / "model.safetensors").is_file()
-    tokens = []
-    if has_smollm2:
-        text = "What is 12 + 30? The answer is 42, because adding the tens gives 40 and the ones give 2."
-        tokens = [Tokenizer.from_file(str(SMOLLM2 / "tokenizer.json")).encode(text).ids]
-    smollm2 = {"path": str(SMOLLM2) if has_smollm2 else "", "tokens": tokens}
-    (directory / "smollm2.json").write_text(json.dumps(smollm2))
-    root = Path(__file__).parents[2]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run(
-        [sys.executable, *command, str(Path(fsdp_worker.__file__)), str(directory)],
-        check=True,
-        timeout=900,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TITAN_RL_DEVICE": "cpu", "PYTHONPATH": str(root)},
-    )
-    _run_alone(directory)
+    launching.compute(fsdp_worker, directory)
     return SimpleNamespace(
         peers=peers,
-        tokens=tokens,
         one=json.loads((directory / "world1.rank0.json").read_text()),
         two=[json.loads((directory / f"world2.rank{rank}.json").read_text()) for rank in (0, 1)],
         alone=load_file(directory / "world1.safetensors"),
         sharded=load_file(directory / "world2.safetensors"),
     )
-
-
-def _run_alone(directory: Path) -> None:
-    device.install()
-    backend, threads = dist_utils.get_spmd_backend(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
-    try:
-        fsdp_worker.run(directory)
-    finally:
-        dist.destroy_process_group()
-        fsdp_worker.parallel_dims.cache_clear()
-        dist_utils.set_spmd_backend(backend)
-        torch.set_num_threads(threads)
 
 
 def gradients(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:
@@ -273,21 +234,3 @@ def test_scalars_are_reduced_by_name_in_float64(launch):
     assert alone["sum"] == alone["max"] == {"a": 0.5, "b": 2.0**53}
     assert alone["any"] == [False, True, True]
     assert alone["first"] == [None, [0, "é0"], None, [0, "x" * 2000]]
-
-
-# -------------------------------------------------------------------------------------------- SmolLM2-135M
-
-
-def test_logits_of_smollm2_equal_those_of_transformers_and_are_as_exact(launch):
-    if not launch.tokens:
-        pytest.skip("models/smollm2-135m is absent: `python -m titan_rl.tools.smollm2 models/smollm2-135m`")
-    ids = torch.tensor(launch.tokens)
-    with torch.no_grad():
-        single = LlamaForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32)(ids).logits
-        double = LlamaForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float64)(ids).logits
-    assert double.std() > 1
-    for tensors in (launch.alone, launch.sharded):
-        ours = tensors["logits/smollm2"]
-        torch.testing.assert_close(ours, single, rtol=0, atol=LOGITS_OF_A_TRAINED_MODEL)
-        # Over six texts the two errors differed by at most 12 % either way: both are rounding alone.
-        assert (ours - double).norm() <= 1.25 * (single - double).norm()

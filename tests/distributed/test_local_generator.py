@@ -1,15 +1,13 @@
 """The local generator beside a policy sharded over two gloo ranks, under TorchTitan's SPMD backend."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.distributed import launching, local_generator_worker
 from tests.distributed.local_generator_worker import make_generator, make_requests
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.generation.protocol import generate
@@ -37,15 +35,7 @@ def test_each_rank_serves_the_whole_sharded_policy_and_its_own_requests(tmp_path
         )
     )
     peer.save_pretrained(tmp_path)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    worker = Path(__file__).with_name("local_generator_worker.py")
-    subprocess.run(
-        [sys.executable, *command, str(worker), str(tmp_path)],
-        check=True,
-        timeout=300,
-        env=os.environ
-        | {"OMP_NUM_THREADS": "1", "TITAN_RL_DEVICE": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+    launching.on_two_ranks(local_generator_worker, tmp_path)
     spec = spec_from_hf(tmp_path)
     alone = make_generator(spec.model, spec.state_dict_adapter(spec.model, str(tmp_path)))
     alone.load_weights(WeightUpdate("full", 3, None, peer.state_dict().items()))

@@ -5,21 +5,14 @@ fp32, before clipping, on 8 preferences of uneven length, the reference other th
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
-from torchtitan.distributed import utils as dist_utils
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.distributed import fsdp_worker, pair_worker
-from titan_rl.titan import device
+from tests.distributed import fsdp_worker, launching, pair_worker
 
 pytestmark = pytest.mark.slow
 
@@ -42,35 +35,13 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         initializer_range=0.15,
     )
     LlamaForCausalLM(config).save_pretrained(directory / "llama")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run(
-        [sys.executable, *command, str(Path(pair_worker.__file__)), str(directory)],
-        check=True,
-        timeout=900,
-        env=os.environ
-        | {"OMP_NUM_THREADS": "1", "TITAN_RL_DEVICE": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    _run_alone(directory)
+    launching.compute(pair_worker, directory)
     return SimpleNamespace(
         one=json.loads((directory / "pairs1.rank0.json").read_text()),
         two=[json.loads((directory / f"pairs2.rank{rank}.json").read_text()) for rank in (0, 1)],
         alone=load_file(directory / "pairs1.safetensors"),
         sharded=load_file(directory / "pairs2.safetensors"),
     )
-
-
-def _run_alone(directory: Path) -> None:
-    device.install()
-    backend, threads = dist_utils.get_spmd_backend(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
-    try:
-        pair_worker.run(directory)
-    finally:
-        dist.destroy_process_group()
-        fsdp_worker.parallel_dims.cache_clear()
-        dist_utils.set_spmd_backend(backend)
-        torch.set_num_threads(threads)
 
 
 def gradients(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:

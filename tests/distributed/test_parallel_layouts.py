@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed import algorithms_worker, parallel_worker
+from tests.distributed import algorithms_worker, launching, parallel_worker
 from tests.distributed.algorithms_worker import Step, unequal
 from tests.distributed.parallel_worker import FAULTS, LAYOUTS, NAMES
 
@@ -32,7 +32,8 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(directory):
-    with algorithms_worker.alone(directory) as setup:
+    with launching.only_rank(directory):
+        setup = algorithms_worker.Setup(directory)
         return {name: setup.step(name, setup.batch(name, "one_of_eight")) for name in NAMES}
 
 
@@ -110,7 +111,8 @@ def test_scoring_between_the_steps_of_a_pipeline_changes_no_gradient(launched, e
 def on_one_rank(directory, launched):
     """The checkpoint that two tensor-parallel ranks wrote, restored on one rank."""
     launched(2)
-    with algorithms_worker.alone(directory) as setup:
+    with launching.only_rank(directory):
+        setup = algorithms_worker.Setup(directory)
         parallel_worker.restore(setup, directory / "checkpoint")
         return parallel_worker.restored(setup)
 

@@ -4,14 +4,12 @@ What stays between steps is exact on rank 0, which holds the largest shards; act
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.distributed import plan_worker
+from tests.integration import runs
 from titan_rl.config.entry import read_checked
 from titan_rl.tools.plan.plan import make_plan
 from titan_rl.trainers.configuration import configure
@@ -36,13 +34,8 @@ EXACT = (
 def test_what_a_run_holds_is_what_its_plan_says(tmp_path, monkeypatch, ranks, recomputation):
     monkeypatch.setenv("TITAN_RL_DEVICE", "cpu")
     overrides = ["--dump_folder", str(tmp_path / "run"), "--activation_checkpoint.type", recomputation]
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    subprocess.run(
-        [sys.executable, *launch, str(plan_worker.__file__), CONFIG, str(tmp_path), *overrides],
-        check=True,
-        timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
+    folder = tmp_path / "run"
+    runs.fork(plan_worker.run, CONFIG, tmp_path, overrides, folder=folder, ranks=ranks).succeed()
     held = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     config = configure(*read_checked(CONFIG, overrides), device_type="cpu")
     plan = make_plan(config, world_size=ranks, device_type="cpu", device_bytes=0)

@@ -8,6 +8,8 @@ give to its rank. :func:`torchrun` starts the command that a user types.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -107,6 +109,11 @@ class Run:
         return scalars
 
 
+def existing(folder: Path) -> Run:
+    """A run that has ended, from what it left."""
+    return Run(folder, _log(folder))
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON objects of a file, one a line."""
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -125,9 +132,13 @@ def forked(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.apply(function, arguments)
 
 
-def two_at_a_time(starts: Mapping[str, Callable[[], Run]]) -> dict[str, Run]:
-    """Start runs, wait for all of them, and have no more than two under way: the suite has two cores."""
-    with ThreadPoolExecutor(2) as pool:
+def all_of(starts: Mapping[str, Callable[[], Run]]) -> dict[str, Run]:
+    """Start runs and wait for all of them.
+
+    The suite has two cores: no more than two runs are under way, or one while another worker of pytest-xdist
+    has its own.
+    """
+    with ThreadPoolExecutor(1 if _num_workers() > 1 else 2) as pool:
         return dict(zip(starts, pool.map(_start_and_wait, starts.values()), strict=True))
 
 
@@ -149,6 +160,18 @@ def start(
         ranks: Number of processes.
         module: ``titan_rl.train`` or ``titan_rl.evaluate``.
     """
+    return fork(_main, module, _arguments(config, overrides, folder), folder=folder, ranks=ranks)
+
+
+def fork(function: Callable[..., int | None], *arguments: Any, folder: Path, ranks: int = 1) -> Run:
+    """Call a function in forked processes with the environment that torchrun would give to a rank.
+
+    Args:
+        function: Of a module; returns an exit code, or None for 0. Gets the rank as its last argument.
+        arguments: What it gets before that; pickled.
+        folder: What :class:`Run` holds; the log stands beside it.
+        ranks: Number of processes.
+    """
     context = multiprocessing.get_context("forkserver")
     warm_up()
     run = Run(folder, _log(folder))
@@ -164,7 +187,7 @@ def start(
         }
         process = context.Process(
             target=_rank,
-            args=(module, _arguments(config, overrides, folder), environment, str(run.log)),
+            args=(function, (*arguments, rank), environment, str(run.log)),
             daemon=True,
         )
         process.start()
@@ -213,16 +236,33 @@ def _log(folder: Path) -> Path:
     return folder.with_name(folder.name + ".log")
 
 
-def _rank(module: str, arguments: list[str], environment: dict[str, str], log: str) -> None:
+def _main(module: str, arguments: list[str], rank: int) -> int:
+    return sys.modules[module].main(arguments)
+
+
+def _rank(
+    function: Callable[..., int | None], arguments: tuple[Any, ...], environment: dict[str, str], log: str
+) -> None:
     """One rank, in its forked process."""
     os.environ.update(environment)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.exit(sys.modules[module].main(arguments))
+    sys.exit(function(*arguments))
+
+
+def _num_workers() -> int:
+    return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+
+_ports = itertools.count(os.getpid())  # not those of another session's start
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+    """Below the ports that the system hands out, each once, and others for each worker of pytest-xdist."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = 20_000 + 1_000 * (worker % 10) + next(_ports) % 1_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", port))
+            return port

@@ -43,6 +43,15 @@ ADAPTIVE = (
     "loss.kl.target", 0.001,
     "loss.kl.horizon_samples", 100,
 )  # fmt: skip
+OWN = {  # factors of the classes of own_parts.py, all different
+    "advantage": ("Advantage", 2.0),
+    "loss.ratio": ("DoubledRatio", 3.0),
+    "loss.surrogate": ("Surrogate", 0.5),
+    "loss.correction": ("Correction", 0.75),
+    "loss.rejection": ("Rejection", 0.5),
+    "loss.aggregation": ("Aggregation", 0.125),
+    "loss.kl": ("Penalty", 0.3125),
+}
 WITH_CRITIC = ("ppo", "dual_clip_ppo")
 WHITENED = ("ppo", "dual_clip_ppo", "reinforce_pp", "reinforce_pp_baseline")
 
@@ -77,7 +86,10 @@ def started(initial_load_path: Path, tmp_path_factory: pytest.TempPathFactory) -
         *SMALL, "algorithm.type", "dapo", "reward", CONSTANT, "refill.max_rounds", 2,
     )  # fmt: skip
     wanted["adaptive"] = ADAPTIVE
-    found = runs.two_at_a_time(
+    wanted["own"] = (*SMALL, "reward", GRADED, "loss.kl.coefficient", 0.25)
+    for table, (name, factor) in OWN.items():
+        wanted["own"] += (f"{table}.type", f"tests.integration.own_parts:{name}", f"{table}.factor", factor)
+    found = runs.all_of(
         {name: lambda name=name, more=more: start(name, *more) for name, more in wanted.items()}
     )
     # The same command where the checkpoint of the second of four steps is the newest.
@@ -122,6 +134,7 @@ def test_the_critic_is_trained_and_measured(started: dict[str, runs.Run], name: 
     metrics = started[name].succeed().metrics()
     for metric in ("critic/loss", "critic/grad_norm", "critic/value", "critic/return"):
         assert finite(metrics[metric]), metric
+    assert metrics["critic/skipped_steps"] == {1: 0.0, 2: 0.0}
     assert metrics["critic/value"][1] == 0.0  # a head that starts at zero
     assert metrics["critic/value"][2] != 0.0
     assert ("loss/clip_dual_fraction" in metrics) == (name == "dual_clip_ppo")
@@ -191,6 +204,31 @@ def test_a_full_batch_of_groups_with_a_signal_is_trained_on(started: dict[str, r
         assert all(len({row["reward"] for row in group}) > 1 for group in trained.values())
         assert metrics["rollout/dropped_groups"][number] == len(by_group(rows)) - 4
         assert 1 <= metrics["rollout/rounds"][number] <= 11
+
+
+def test_a_class_of_one_s_own_is_used_in_every_place_of_a_composition(started: dict[str, runs.Run]) -> None:
+    run = started["own"].succeed()
+    metrics, rows = run.metrics(), run.rollouts()[1]
+    factor = {table: number for table, (_, number) in OWN.items()}
+    lengths = [len(row["completion_token_ids"]) for row in rows]
+    advantages = [factor["advantage"] * row["reward"] for row in rows]
+    assert [row["advantage"] for row in rows] == pytest.approx(advantages, abs=1e-5)
+    kept = [n if a >= factor["loss.rejection"] else 0 for n, a in zip(lengths, advantages, strict=True)]
+    assert 0 < sum(kept) < sum(lengths)
+    token = -factor["loss.surrogate"] * factor["loss.ratio"] * factor["loss.correction"]
+    share = factor["loss.aggregation"] / len(rows)
+    policy_loss = share * token * sum(n * a for n, a in zip(kept, advantages, strict=True))
+    penalty = share * factor["loss.kl"] * sum(lengths)  # policy and reference are still equal
+    expected = {
+        "loss/policy_loss": policy_loss,
+        "loss/loss": policy_loss + 0.25 * penalty,
+        "loss/kl_coefficient": 0.25,
+        "loss/ratio": factor["loss.ratio"],
+        "loss/clip_low_fraction": 1.0,
+        "loss/correction_weight": factor["loss.correction"] * sum(kept) / sum(lengths),
+        "loss/correction_rejected_fraction": 1 - sum(kept) / sum(lengths),
+    }
+    assert {name: metrics[name][1] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
 # --------------------------------------------------------------------------------- rewards that teach nothing

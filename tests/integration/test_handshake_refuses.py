@@ -49,7 +49,7 @@ def refused(initial_load_path: Path, tmp_path_factory: pytest.TempPathFactory) -
         )
         for generator, fault in faults
     }  # fmt: skip
-    return runs.two_at_a_time(started)
+    return runs.all_of(started)
 
 
 @pytest.mark.parametrize("fault", [*CAUSES, *VLLM_CAUSES])

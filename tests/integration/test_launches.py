@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import runs
+
 pytestmark = pytest.mark.slow
 
 RUN = """\
@@ -104,8 +106,7 @@ def test_torchtitan_s_own_command_trains_a_named_configuration(tmp_path):
 def test_evaluate_scores_a_checkpoint_and_changes_nothing_of_the_run(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(RUN, encoding="utf-8")
-    trained = torchrun(tmp_path, "titan_rl.train", "run.toml", "--dump_folder", "run")
-    assert trained.returncode == 0, trained.stderr[-3000:]
+    runs.start(file, folder=tmp_path / "run").succeed()
     before = digests(tmp_path / "run")
 
     newest = torchrun(tmp_path, "titan_rl.evaluate", "run.toml", "--dump_folder", "run")
@@ -126,9 +127,7 @@ def test_evaluate_scores_a_checkpoint_and_changes_nothing_of_the_run(tmp_path):
     after = digests(tmp_path / "run")
     assert {name: after.get(name) for name in before} == before
 
-    missing = torchrun(
-        tmp_path, "titan_rl.evaluate", "run.toml", "--dump_folder", "run", "--checkpoint.load_step", "7"
-    )
-    assert missing.returncode != 0
+    missing = runs.start(file, "checkpoint.load_step", 7, folder=tmp_path / "run", module="titan_rl.evaluate")
+    assert missing.wait() == [2]
     error = "command line: checkpoint.load_step must name a complete checkpoint of this run; got 7: "
-    assert error in missing.stderr
+    assert error in missing.output()

@@ -33,7 +33,7 @@ def started(initial_load_path: Path, tmp_path_factory: pytest.TempPathFactory) -
         checkpoint = ("checkpoint.initial_load_path", initial_load_path)
         return runs.start(runs.CONFIGS / "grpo.toml", *checkpoint, *RUNS[name], folder=directory / name)
 
-    return runs.two_at_a_time({name: lambda name=name: start(name) for name in RUNS})
+    return runs.all_of({name: lambda name=name: start(name) for name in RUNS})
 
 
 def test_steps_are_counted_and_rollouts_come_from_the_version_of_their_iteration(

@@ -41,7 +41,7 @@ class Runs:
         data = torn / "__0_0.distcp"
         data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
         self.before = {name: contents(directory / name) for name in ("seed", "data")}
-        again = runs.two_at_a_time(
+        again = runs.all_of(
             {
                 "run": lambda: self.start("run"),
                 "torn": lambda: self.start("torn"),
@@ -51,7 +51,7 @@ class Runs:
         )
         self.resumed, self.torn, self.other_seed, self.other_data = again.values()
         self.done = contents(self.resumed.folder)
-        last = runs.two_at_a_time(
+        last = runs.all_of(
             {
                 "same": lambda: self.start("run"),
                 "without": lambda: self.start("whole", "checkpoint.enable", "false"),

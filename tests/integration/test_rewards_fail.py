@@ -29,7 +29,7 @@ def started(initial_load_path: Path, tmp_path_factory: pytest.TempPathFactory) -
             folder=directory / reward,
         )  # fmt: skip
 
-    return runs.two_at_a_time(
+    return runs.all_of(
         {
             "some": lambda: start("fails_for_some", "reward_workers.deadline_seconds", 2.5),
             "most": lambda: start("fails_for_most"),

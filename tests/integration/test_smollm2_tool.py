@@ -6,8 +6,6 @@ import importlib
 import importlib.util
 import json
 import random
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,11 +34,8 @@ LLAMA_CPP_TOKENS = {
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    output = tmp_path_factory.mktemp("models") / "smollm2"
-    smollm2.convert(output)
-    yield output
-    shutil.rmtree(output)  # half a gigabyte, which pytest would keep for three runs
+def directory(smollm2_dir: Path) -> Path:
+    return smollm2_dir
 
 
 @pytest.fixture(scope="module")

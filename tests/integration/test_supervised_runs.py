@@ -61,14 +61,14 @@ def started(initial_load_path: Path, tmp_path_factory: pytest.TempPathFactory) -
     directory = tmp_path_factory.mktemp("sft")
     config = write_config(directory)
     common = ("checkpoint.initial_load_path", initial_load_path)
-    first = runs.two_at_a_time(
+    first = runs.all_of(
         {
             "whole": lambda: runs.start(config, *common, folder=directory / "whole"),
             "half": lambda: runs.start(config, *common, "training.steps", 4, folder=directory / "run"),
         }
     )
     first["half"].succeed()
-    second = runs.two_at_a_time(
+    second = runs.all_of(
         {
             "resumed": lambda: runs.start(config, *common, folder=directory / "run"),
             "two_ranks": lambda: runs.start(

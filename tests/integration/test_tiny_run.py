@@ -34,7 +34,7 @@ def started(initial_load_path: Path, tmp_path_factory: pytest.TempPathFactory) -
         "sampling.temperature", 0.5,
         "sampling.max_tokens", 32,
     )  # fmt: skip
-    return runs.two_at_a_time(
+    return runs.all_of(
         {
             "command": lambda: runs.torchrun(
                 runs.CONFIGS / "grpo.toml", *common, "training.steps", STEPS, folder=directory / "command"

@@ -218,6 +218,13 @@ def test_every_tensor_parallel_rank_accounts_for_its_shards(runs: dict[str, Any]
         assert runs[rank]["missing"] == ["model.layers.0.mlp.gate_up_proj.weight"]
 
 
+def test_a_group_leaves_no_name_in_shared_memory_and_can_build_a_second_engine(runs: dict[str, Any]) -> None:
+    for rank in ("pair0", "pair1"):
+        assert runs[rank]["shared_memory"] == []
+        assert runs[rank]["unwritten_by_second"] == []
+        assert runs[rank]["batch_of_second"] == runs["pair0"]["batch"]
+
+
 def test_the_first_rank_of_a_group_decides_the_deadline(runs: dict[str, Any]) -> None:
     assert len(runs["pair1"]["second_clock_out"]) == 12
     assert all("unfinished: 't0'" in runs[rank]["first_clock_out"] for rank in ("pair0", "pair1"))

@@ -5,6 +5,7 @@ Usage: torchrun --standalone --nproc-per-node N -m tests.integration.vllm_scenar
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import sys
@@ -205,6 +206,14 @@ def pair(directory: Path) -> dict[str, Any]:
     facts["second_clock_out"] = plain(generate(generator, requests(), SECONDS if rank == 0 else 0.0))
     generator.submit(long_requests("t", [4]))
     facts["first_clock_out"] = error_of(lambda: list(generator.completions(0.0 if rank == 0 else SECONDS)))
+    # Late, because it imports vLLM, which the generator has to do.
+    names = importlib.import_module("titan_rl.generation.vllm_shared_memory")
+    facts["shared_memory"] = [str(path) for path in names.SHARED_MEMORY.glob(names.launch_prefix() + "*")]
+    generator.close()
+    # A second engine of the same group, whose memory has the first one's name.
+    generator = start(directory / "tied", degree=2, agree=agree)
+    facts["unwritten_by_second"] = generator.load_weights(update(0, seed=1)).unwritten
+    facts["batch_of_second"] = plain(generate(generator, requests(), SECONDS))
     return facts
 
 

@@ -17,7 +17,7 @@ SURROGATES = {
     "reinforce_surrogate": "reinforce",
     "geometric_mean_surrogate": "geometric_mean",
     "gamma_weighted_surrogate": "gamma_weighted",
-    "total_variation_masked": "total_variation_masked",
+    "total_variation_masked": "total_variation",
     "binary_kl_masked": "binary_kl_masked",
     "quadratic_surrogate": "quadratic",
 }
@@ -97,9 +97,7 @@ def _of_loss(loss):
     if loss.ratio.name in RATIOS:
         kind = f"ratio/{RATIOS[loss.ratio.name]}"
     suffix = "" if loss.aggregation.name == "token_mean" else f"|{loss.aggregation.name}"
-    is_capped = loss.surrogate.name == "total_variation_masked"
-    note = "our part `total_variation` has a fixed cap of 20" if is_capped else ""
-    return Place(kind + suffix, tables, note=note)
+    return Place(kind + suffix, tables)
 
 
 def loss_field(loss):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.distributed import algorithms_worker
+from tests.distributed import algorithms_worker, launching
 from tests.distributed.algorithms_worker import CORRECTIONS, ENTROPY, NAMES, unequal
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,8 @@ def computed(tmp_path_factory):
     directory = tmp_path_factory.mktemp("algorithms")
     algorithms_worker.write_model(directory)
     found = {}
-    with algorithms_worker.alone(directory) as setup:
+    with launching.only_rank(directory):
+        setup = algorithms_worker.Setup(directory)
         for name in NAMES:
             batches = {layout: setup.batch(name, layout) for layout in algorithms_worker.LAYOUTS}
             packed = batches["packed"]

@@ -62,6 +62,7 @@ def _step(micro_batches, count=None, weight=1.0):
                 sample_index=batch.sample_index,
                 num_loss_tokens=num_loss_tokens if count is None else count(batch),
                 num_samples=len(LENGTHS),
+                max_tokens=LONGEST,
             )
         )
         (weight * output.loss).backward()
@@ -202,6 +203,7 @@ def test_trained_tokens_of_packed_and_padded_rows_give_one_gradient_of_the_outpu
                 sample_index=batch.sample_index,
                 num_loss_tokens=count,
                 num_samples=len(LENGTHS),
+                max_tokens=LONGEST,
             )
             PolicyLoss.Config().build()(inputs).loss.backward()
         return weight.grad

@@ -42,6 +42,7 @@ def _loss(*, coefficient=0.0, clip_high=0.28, scale=1.0):
         sample_index=torch.arange(4)[:, None].expand(4, 6),
         num_loss_tokens=mask.sum() * scale,
         num_samples=4,
+        max_tokens=6,
     )
     config = PolicyLoss.Config(
         surrogate=Clipped.Config(clip_low=0.2, clip_high=clip_high),

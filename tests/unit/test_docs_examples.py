@@ -50,6 +50,7 @@ def three_tokens():
         sample_index=torch.tensor([[0, 0, 1, -1]]),
         num_loss_tokens=3,
         num_samples=2,
+        max_tokens=2,
     )
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_rl import evaluate, train
+from titan_rl.trainers.rl import RLTrainer
 
 TINY = Path(__file__).parents[2] / "titan_rl" / "assets" / "tiny_llama"
 
@@ -125,6 +127,18 @@ def test_mistakes_in_file_and_launch_are_refused_without_torch(tmp_path, write):
         ([str(wrong_type)], ["wrong_type.toml:2: training.steps", "an integer >= 1", "'many'", "100"]),
         ([good, "--training.stps", "5"], ["command line: training.stps", "Did you mean 'steps'?"]),
         ([good, "--trainer", "ppo"], ["trainer", "must be one of rl, supervised", "'ppo'"]),
+        (
+            [good, "--algorithm.type", "pqo"],
+            ["command line: algorithm.type", "be one of", "'pqo'", "Did you mean 'ppo'?"],
+        ),
+        (
+            [good, "--algorithm.type", "ppo", "--advantage.lambda_policy", "1.5"],
+            ["command line: advantage.lambda_policy", "a number >= 0 and <= 1", "got 1.5"],
+        ),
+        (
+            [good, "--algorithm.type", "ppo", "--advantage.normalise_std", "true"],
+            ["command line: advantage.normalise_std", 'a key of [advantage] of type "gae"'],
+        ),
         ([good], ["be started by torchrun", "no RANK", "torchrun --standalone", "-m titan_rl.train"]),
     ]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
@@ -237,6 +251,21 @@ def test_a_supervised_batch_that_does_not_divide_is_refused(capsys, launched, wr
     assert "run.toml:10: training.global_batch_size must be a multiple of 4" in error
     assert "got 6. Set 8" in error
     assert_only_whole_files(tmp_path / "dump", error)
+
+
+def test_a_checkpoint_that_cannot_be_read_leaves_a_status_with_a_cause_of_one_line(
+    capsys, launched, write, tmp_path, monkeypatch
+):
+    def restore(self, config):
+        failure = RuntimeError("Missing key in checkpoint state_dict: lm_head.weight.\nmore of it")
+        raise CheckpointException("load", {0: (failure, None)})  # no Exception: see its class
+
+    monkeypatch.setattr(RLTrainer, "__init__", restore)
+    assert train.main([write(RL)]) == 1
+    status = json.loads((tmp_path / "dump" / "status.json").read_text(encoding="utf-8"))
+    cause = "CheckpointException: RuntimeError: Missing key in checkpoint state_dict: lm_head.weight."
+    assert (status["outcome"], status["cause"]) == ("failed", cause)
+    assert f"[rank 0] {cause}\n" in capsys.readouterr().err
 
 
 def assert_only_whole_files(folder, error):

@@ -92,10 +92,10 @@ class _Bounds:
     high: Annotated[float, Gt(0)] = 2.0
     """Largest ratio that is kept."""
 
-
-def _check_bounds(config: _Bounds, where: str) -> None:
-    if not config.low < config.high:
-        raise ConfigError(f"{where}.low", f"be below {where}.high = {config.high}", config.low, "Lower it.")
+    def __post_init__(self) -> None:
+        # Named within the table: a part stands in [loss.correction] or in [loss.rejection].
+        if not self.low < self.high:
+            raise ConfigError("low", f"be below high = {self.high}", self.low, "Lower it, or raise high.")
 
 
 class MaskedTokens:
@@ -109,7 +109,6 @@ class MaskedTokens:
         """Largest ratio that is kept."""
 
     def __init__(self, config: Config) -> None:
-        _check_bounds(config, "loss.correction")
         self.config = config
 
     def __call__(self, inputs: LossInputs) -> CorrectionOutput:
@@ -128,7 +127,6 @@ class RejectTokens:
         """Ratios that are kept."""
 
     def __init__(self, config: Config) -> None:
-        _check_bounds(config, "loss.rejection")
         self.config = config
 
     def __call__(self, inputs: LossInputs) -> CorrectionOutput:
@@ -150,7 +148,6 @@ class RejectSamplesByGeometricMean:
         """Largest geometric mean that is kept."""
 
     def __init__(self, config: Config) -> None:
-        _check_bounds(config, "loss.rejection")
         self.config = config
 
     def __call__(self, inputs: LossInputs) -> CorrectionOutput:

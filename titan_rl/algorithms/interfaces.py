@@ -68,7 +68,7 @@ class LossInputs:
         num_loss_tokens: Trained tokens of the optimiser step over all ranks and micro-batches, counted from
             ``loss_mask`` before any correction: an int or a 0-d tensor.
         num_samples: Samples of the optimiser step over all ranks and micro-batches, the same way.
-        max_tokens: Longest completion that can be sampled.
+        max_tokens: Longest completion that can be sampled, ``sampling.max_tokens``.
         old_logprobs: ``[B, T]`` fp32, or None for the policy's own values, which is exact while the weights
             are still those of the start of the iteration.
         ref_logprobs: ``[B, T]`` fp32 under the reference, or None.
@@ -83,7 +83,7 @@ class LossInputs:
     generator_logprobs: torch.Tensor
     num_loss_tokens: torch.Tensor | int
     num_samples: torch.Tensor | int
-    max_tokens: int = 1
+    max_tokens: int
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
@@ -243,7 +243,11 @@ class RatioPart(Protocol):
 
 
 class Surrogate(Protocol):
-    """The policy loss per token, before corrections and aggregation."""
+    """The policy loss per token, before corrections and aggregation.
+
+    One whose gradient does not account for what the weights have moved since the completions were sampled
+    says so with an attribute ``is_on_policy_only = True``: several steps per iteration are then refused.
+    """
 
     def __call__(self, inputs: LossInputs, ratio: Ratio) -> SurrogateOutput:
         """``[B, T]`` loss with grad, and where it is clipped."""

@@ -113,10 +113,19 @@ class PolicyLoss:
         )
 
     @property
+    def has_kl_in_loss(self) -> bool:
+        """Whether the KL penalty is a term of the loss."""
+        return self._needs_reference and not self.kl.is_in_reward
+
+    @property
+    def is_on_policy_only(self) -> bool:
+        """Whether the gradient is right for the first optimiser step of an iteration only."""
+        return bool(getattr(self.surrogate, "is_on_policy_only", False))
+
+    @property
     def is_zero_without_advantage(self) -> bool:
         """Whether a sample with advantage 0 adds nothing to loss and gradient: without further terms."""
-        has_kl = self._needs_reference and not self.kl.is_in_reward
-        return not (has_kl or self.entropy.coefficient or self.distillation.coefficient)
+        return not (self.has_kl_in_loss or self.entropy.coefficient or self.distillation.coefficient)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Loss and metrics of one micro-batch.
@@ -163,7 +172,7 @@ class PolicyLoss:
             per_token = per_token * correction.weights
         policy_loss = self.aggregation(inputs, per_token)
         loss = policy_loss
-        if inputs.ref_logprobs is not None and self._needs_reference and not self.kl.is_in_reward:
+        if inputs.ref_logprobs is not None and self.has_kl_in_loss:
             kl = self.kl(inputs.policy_logprobs, inputs.ref_logprobs)
             loss = loss + kl_coefficient * self.aggregation(inputs, kl)
         if inputs.entropy is not None and self.entropy.coefficient > 0:

@@ -18,8 +18,9 @@ class RefillSection:
     """Table ``[refill]``."""
 
     max_rounds: Annotated[int, Ge(0)] = 0
-    """Replace groups whose rewards are all equal by groups of further prompts, in at most this many rounds
-    of generation per iteration; 0 is off. The run ends with an error when the last round leaves a gap."""
+    """Replace groups whose rewards are all equal (to the greedy rollout's, where there is one) by groups of
+    further prompts, in at most this many rounds of generation per iteration; 0 is off. The run ends with an
+    error when the last round leaves a gap."""
 
 
 def has_signal(group: Group) -> bool:

@@ -69,7 +69,9 @@ class Clipped:
 
 
 class Reinforce:
-    """``-A log p``: no ratio, no bound (Williams 1992). Exact with one optimiser step per iteration."""
+    """``-A log p``: no ratio, no bound (Williams 1992). Right with one optimiser step per iteration only."""
+
+    is_on_policy_only = True
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -178,6 +180,8 @@ class TotalVariation:
         """Largest decrease of a probability that is still pushed further."""
         max_increase: Annotated[float, Ge(0), Le(1)] = 0.2
         """Largest increase of a probability that is still pushed further."""
+        max_weight: Annotated[float, Gt(0)] = 20.0
+        """Largest importance weight of a token; a larger one becomes this."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -191,5 +195,6 @@ class TotalVariation:
                 inputs.advantages,
                 max_decrease=self.config.max_decrease,
                 max_increase=self.config.max_increase,
+                max_weight=self.config.max_weight,
             )
         )

@@ -26,6 +26,7 @@ from titan_rl.config.kinds import (
 )
 from titan_rl.config.leaf import NONE, Leaf
 from titan_rl.config.locations import raise_all
+from titan_rl.config.presets import unknown_presets, with_chosen_types
 from titan_rl.config.rules import As, Hidden, Rules
 from titan_rl.config.toml import Document
 from titan_rl.config.validation import CUSTOM_TYPE, ONLY_IN_FILES, Schema, find_errors
@@ -61,6 +62,8 @@ def make_schema(default: Any, rules: Rules | None = None) -> Schema:
 def check(table: Mapping[str, Any], schema: Schema, document: Document) -> None:
     """Check a merged table against a schema, without torch and without the dataclasses.
 
+    A table without ``type`` is of the type that a preset gives it (:mod:`titan_rl.config.presets`).
+
     Args:
         table: ``document.table``, or a part of it that starts at the root.
         schema: From :func:`make_schema`.
@@ -70,7 +73,9 @@ def check(table: Mapping[str, Any], schema: Schema, document: Document) -> None:
         ConfigError: Something is unknown, missing, of a wrong type or out of bounds. All errors are reported
             together, in the order of the lines.
     """
-    raise_all(find_errors(table, schema, path=(), locate=document.locate))
+    unknown = unknown_presets(table, schema, document.locate)
+    chosen = with_chosen_types(table, schema)
+    raise_all([*unknown, *find_errors(chosen, schema, path=(), locate=document.locate)])
 
 
 def _section(config_type: type, instance: Any, rules: Rules, *, type_schema: Schema | None = None) -> Schema:

@@ -164,7 +164,8 @@ def _backwards(
     length, shift = terms.shape[1], 1
     while shift < length:
         later = torch.nn.functional.pad(terms[:, shift:], (0, shift))
-        terms = terms + factors * later
+        # Where the factor is 0, nothing of what comes later counts: infinity, times 0, would be NaN instead.
+        terms = terms + torch.where(factors == 0, 0.0, factors * later)
         # Beyond the end of the row there is nothing: the factor of nothing is 0.
         factors = factors * torch.nn.functional.pad(factors[:, shift:], (0, shift))
         shift *= 2

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from vllm import EngineArgs, LLMEngine, ModelRegistry, RequestOutput
 from vllm import SamplingParams as VllmSamplingParams
-from vllm.distributed.device_communicators import cpu_communicator
 from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -27,6 +25,7 @@ from vllm.v1.engine import core as vllm_core
 
 from titan_rl.errors import GeneratorError
 from titan_rl.functional.checksum import parameter_checksums, tensor_checksum
+from titan_rl.generation.vllm_shared_memory import name_after_launch, remove_names
 from titan_rl.types import Completion, FinishReason, GenerationRequest
 
 _CPU_BATCHED_TOKENS = 8192
@@ -41,10 +40,10 @@ def build_engine(arguments: Mapping[str, Any]) -> LLMEngine:
     Args:
         arguments: The other fields of vLLM's ``EngineArgs``.
     """
+    if current_platform.is_cpu():
+        name_after_launch()
     # Its own clean-up, at close and when collected, destroys every process group, the trainer's included.
     vllm_core.cleanup_dist_env_and_memory = _destroy_own_groups
-    shared: Any = cpu_communicator._CPUSHMDistributed
-    shared.make_group_name = staticmethod(_shared_memory_name)
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             distributed_executor_backend="external_launcher",
@@ -57,18 +56,12 @@ def build_engine(arguments: Mapping[str, Any]) -> LLMEngine:
             **arguments,
         )
     )
+    if current_platform.is_cpu():
+        remove_names()
     # On every push it warns of layers without weights (RotaryEmbedding). What lacks weights, we report. Set
     # last, because building the engine configures logging.
     logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
     return engine
-
-
-_name_of_ranks = cpu_communicator._CPUSHMDistributed.make_group_name
-
-
-def _shared_memory_name(communicator: Any) -> str:
-    """vLLM's name says which ranks share the memory, not of which job: two jobs on a host would collide."""
-    return f"{_name_of_ranks(communicator)}-{os.environ.get('MASTER_PORT', '')}"
 
 
 def _destroy_own_groups(shutdown_ray: bool = False) -> None:

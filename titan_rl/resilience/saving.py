@@ -26,6 +26,7 @@ from titan_rl.resilience import shelf
 from titan_rl.resilience.manifest import DamagedCheckpointError, Facts, Manifest
 from titan_rl.titan import api, safe_reading
 from titan_rl.titan.api import logger
+from titan_rl.titan.checkpoint_errors import CHECKPOINT_ERRORS, cause_of
 from titan_rl.titan.collectives import HostGroup
 
 CONFIG_NAME = "config.toml"
@@ -166,7 +167,7 @@ class CheckpointManager(api.CheckpointManager):
             pending, self.save_future = self.save_future, None
             if pending is None:
                 self._complete(task)
-        except (Exception, CheckpointException) as error:  # DCP's own exception is no Exception
+        except CHECKPOINT_ERRORS as error:
             self._failed(error, ends_run=is_last)
             return False
         finally:
@@ -325,7 +326,7 @@ class CheckpointManager(api.CheckpointManager):
             return
         try:
             pending.result()
-        except (Exception, CheckpointException) as error:
+        except CHECKPOINT_ERRORS as error:
             self._failed(error)
         else:
             self._num_failed = 0
@@ -422,12 +423,7 @@ class CheckpointManager(api.CheckpointManager):
 
 def describe(error: BaseException) -> str:
     """One line about why a save or a load failed, with the rank where DCP knows it."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, wrapped = min(failures.items())
-        return f"rank {rank}: {describe(wrapped[0])}"
-    text = (str(error).strip() or repr(error)).splitlines()[0]
-    return text if isinstance(error, SaveError) else f"{type(error).__name__}: {text}"
+    return str(error).splitlines()[0] if isinstance(error, SaveError) else cause_of(error)
 
 
 def _difference(state_dict: dict[str, Any], stored: dict[str, tuple[tuple[int, ...], str]]) -> str | None:

@@ -282,7 +282,7 @@ TORCHTITAN_REACHED = {
 
 VLLM_IMPORTS = {
     "vllm.distributed.device_communicators": {
-        "cpu_communicator": "Module whose shared memory is named by the job too.",
+        "cpu_communicator": "Module of the memory that tensor-parallel ranks share on a CPU.",
     },
     "vllm.distributed.parallel_state": {
         "destroy_model_parallel": "Ends vLLM's process groups and leaves the trainer's.",
@@ -320,7 +320,7 @@ VLLM_IMPORTS = {
 
 VLLM_REACHED = {
     "vllm.distributed.device_communicators.cpu_communicator": {
-        "_CPUSHMDistributed.make_group_name": "REPLACED: two jobs on a host would share one name.",
+        "_CPUSHMDistributed.make_group_name": "REPLACED on a CPU: every launch has the same name.",
     },
     "vllm.platforms.interface": {
         "Platform.is_cpu": "Whether the engine runs on a CPU.",

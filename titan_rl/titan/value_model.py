@@ -15,7 +15,6 @@ import spmd_types as spmd
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.models.common import Linear
 from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_param_placement
@@ -25,6 +24,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 from titan_rl.errors import ConfigError
 from titan_rl.titan import safe_reading
+from titan_rl.titan.checkpoint_errors import CHECKPOINT_ERRORS, cause_of
 from titan_rl.titan.init import copy_full
 from titan_rl.titan.models import build_sharded
 from titan_rl.titan.sharded_model import ShardedModel
@@ -228,12 +228,12 @@ def load_value_checkpoint(
         for name in absent:
             state.pop(name, None)
         safe_reading.load(state, path)
-    except (Exception, CheckpointException) as error:  # DCP raises its own, which is no Exception, and others
+    except CHECKPOINT_ERRORS as error:
         raise ConfigError(
             where,
             "be a TorchTitan checkpoint of a model of this architecture",
             path,
-            f"Loading it failed: {(str(error).strip() or repr(error)).splitlines()[-1]}.",
+            f"Loading it failed: {cause_of(error)}.",
         ) from error
     model.load_state_dict(state, strict=False)  # what was loaded is complete but for the head
     return has_head

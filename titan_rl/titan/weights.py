@@ -17,12 +17,12 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from titan_rl.errors import ConfigError
 from titan_rl.titan import safe_reading
+from titan_rl.titan.checkpoint_errors import CHECKPOINT_ERRORS, cause_of
 from titan_rl.titan.init import replicated
 from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.titan.state import full_tensors, parts
@@ -116,12 +116,12 @@ def load_checkpoint(model: ShardedModel, path: str, *, where: str = "checkpoint.
     state = dict(model.state_dict())
     try:
         safe_reading.load(state, path)
-    except (Exception, CheckpointException) as error:  # DCP's own exception is no Exception
+    except CHECKPOINT_ERRORS as error:
         raise ConfigError(
             where,
             "be a TorchTitan checkpoint of this model",
             path,
-            f"Loading it failed: {(str(error).strip() or repr(error)).splitlines()[0]}.",
+            f"Loading it failed: {cause_of(error)}.",
         ) from error
     model.load_state_dict(state)
 

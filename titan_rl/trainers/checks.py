@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.algorithms.preset import check_composition, derive_needs
-from titan_rl.algorithms.registries import ADVANTAGES
+from titan_rl.algorithms.registries import ADVANTAGES, SURROGATES
 from titan_rl.config.choice import Choice, build
 from titan_rl.errors import ConfigError
 from titan_rl.policy.teacher import check_teacher
@@ -17,6 +17,7 @@ from titan_rl.trainers.layout_checks import contradictions
 
 if TYPE_CHECKING:
     from titan_rl.algorithms.interfaces import Needs
+    from titan_rl.algorithms.policy_loss import PolicyLoss
     from titan_rl.trainers.rl import RLTrainer
     from titan_rl.trainers.supervised import SupervisedTrainer
 
@@ -74,7 +75,9 @@ def _check_rewards(config: RLTrainer.Config) -> None:
 
 
 def _check_algorithm(config: RLTrainer.Config) -> None:
-    needs = derive_needs(build(config.advantage), config.loss.build(), steps_per_iteration=1)
+    loss = config.loss.build()
+    _check_on_policy(config, loss)
+    needs = derive_needs(build(config.advantage), loss, steps_per_iteration=1)
     _check_needs(config, needs)
     spec: Any = config.model_spec
     check_teacher(
@@ -169,6 +172,17 @@ def _check_steps(config: RLTrainer.Config) -> None:
             f"be at most data.prompts_per_iteration = {config.data.prompts_per_iteration}",
             per_iteration,
             "Each step trains on whole groups.",
+        )
+
+
+def _check_on_policy(config: RLTrainer.Config, loss: PolicyLoss) -> None:
+    if loss.is_on_policy_only and config.algorithm.steps_per_iteration > 1:
+        name = Choice(SURROGATES).name_of(config.loss.surrogate)
+        raise ConfigError(
+            "algorithm.steps_per_iteration",
+            f'be 1 with loss.surrogate.type = "{name}", which is wrong once the weights have moved',
+            config.algorithm.steps_per_iteration,
+            'Set loss.surrogate.type = "clipped" or "clipped_weight", which weight by the ratio.',
         )
 
 

@@ -10,7 +10,9 @@ from annotated_types import Ge
 
 from titan_rl.algorithms.registries import ALGORITHMS
 from titan_rl.config.choice import Choice
+from titan_rl.config.dump import to_table
 from titan_rl.config.overlay import overlay
+from titan_rl.config.presets import types_in
 from titan_rl.config.registry import resolve
 from titan_rl.config.rules import As, Hidden, Limits, Rules
 from titan_rl.config.toml import Document
@@ -73,6 +75,16 @@ def default_config(trainer: str) -> Any:
     config.debug.enable_structured_logging = False
     config.checkpoint.last_save_model_only = False
     return config
+
+
+def types_by_algorithm() -> dict[str, dict[str, Any]]:
+    """The ``type`` of every table that a named algorithm fills, by its name, as nested tables."""
+    default, found = default_config("rl"), {}
+    for name in ALGORITHMS:
+        sections = resolve(name, ALGORITHMS, "algorithm.type")().sections()
+        table = to_table(dataclasses.replace(default, **sections), RULES)
+        found[name] = types_in({section: table[section] for section in sections})
+    return found
 
 
 def configure(document: Document, trainer: str, *, device_type: str | None = None) -> Any:

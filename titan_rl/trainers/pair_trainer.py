@@ -20,12 +20,12 @@ import tyro
 from titan_rl.algorithms.preference_interfaces import CompletionScores, PreferenceInputs, PreferenceLoss
 from titan_rl.config.choice import build
 from titan_rl.data.preferences import Preference
-from titan_rl.errors import NonFiniteError
 from titan_rl.functional.expert_load import expert_load
 from titan_rl.observability.stages import StageTimer
 from titan_rl.policy.reference_cache import ReferenceCache
 from titan_rl.resilience.manifest import Facts
 from titan_rl.resilience.saving import CheckpointManager
+from titan_rl.resilience.skip_limit import SkipLimit
 from titan_rl.resilience.state import RunState, seed_process
 from titan_rl.titan.api import Profiler, Trainer, logger, set_pg_timeouts
 from titan_rl.titan.collectives import Collectives
@@ -139,7 +139,10 @@ class PairTrainer(ResilientTrainer):
         self.collectives = Collectives(self.parallel_dims, self.device)
         if self.config.checkpoint.enable:  # otherwise TorchTitan's checkpointer has no states
             self.checkpointer.states["pair_state"] = self.state
-        self.timer, self._skipped_in_a_row = StageTimer(), 0
+        self.timer = StageTimer()
+        self.skip_limit = SkipLimit(
+            config.resilience.max_skipped_steps, look_at="the data and at optimizer.lr"
+        )
         self.load_initial_weights()
         self.report = PairReporter(self)
 
@@ -251,7 +254,7 @@ class PairTrainer(ResilientTrainer):
                 self.optimizers.step()
                 self.lr_schedulers.step()
                 self.state.policy_version += 1
-                self._skipped_in_a_row = 0
+                self.skip_limit.applied()
             else:
                 self._skip(grad_norm)
         tokens = sum(batch.micro_batch.num_tokens for batch in batches)
@@ -415,14 +418,8 @@ class PairTrainer(ResilientTrainer):
 
     def _skip(self, grad_norm: float) -> None:
         self.state.skipped_steps += 1
-        self._skipped_in_a_row += 1
         logger.warning("Step %d is skipped: the gradient norm is %s.", self.step, grad_norm)
-        if self._skipped_in_a_row > self.config.resilience.max_skipped_steps:
-            raise NonFiniteError(
-                f"{self._skipped_in_a_row} steps in a row were skipped, more than "
-                f"resilience.max_skipped_steps; the last because the gradient norm is {grad_norm}. "
-                "Look at the data and at optimizer.lr."
-            )
+        self.skip_limit.skipped(f"the gradient norm is {grad_norm}")
 
     def _evaluation_is_due(self) -> bool:
         interval = self.config.evaluation.interval_steps

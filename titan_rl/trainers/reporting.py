@@ -267,6 +267,8 @@ class Reporter:
         if norms:
             metrics["grad_norm"] = math.fsum(norms) / len(norms)
         metrics["skipped_steps"] = trainer.state.skipped_steps
+        if trainer.critic is not None:
+            metrics["critic/skipped_steps"] = trainer.critic.skipped_steps
         return metrics | dict(trainer.lr_schedulers.get_metrics())
 
     def _mean_padding(self) -> float:

@@ -12,13 +12,14 @@ from pathlib import Path
 from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.algorithms.preset import derive_needs
 from titan_rl.config.choice import build
-from titan_rl.errors import ConfigError, NonFiniteError, StopRequestedError, TitanRLError
+from titan_rl.errors import ConfigError, StopRequestedError, TitanRLError
 from titan_rl.functional.expert_load import expert_load
 from titan_rl.observability.stages import StageTimer
 from titan_rl.policy.critic import Critic, build_critic
 from titan_rl.policy.teacher import Teacher, build_teacher
 from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.resilience.manifest import Facts
+from titan_rl.resilience.skip_limit import SkipLimit
 from titan_rl.resilience.state import RunState, seed_process
 from titan_rl.rollout.permutation import permute_rewards
 from titan_rl.rollout.source import Taken
@@ -184,28 +185,37 @@ class RLTrainer(ResilientTrainer):
         return taken
 
     def update(self, batch: StepBatch) -> StepResult:
-        """Train on one batch: the critic where there is one, then the policy unless the critic warms up."""
+        """Train on one batch: the critic where there is one, then the policy unless the critic warms up.
+
+        Raises:
+            NonFiniteError: more steps in a row were skipped than ``resilience.max_skipped_steps``, of the
+                policy or of the critic.
+        """
         self.step += 1
         if self.critic is None or not batch.num_loss_tokens:
             return self.optimizer_step(batch)
         with self.timer.stage("train"):
             self.checkpointer.maybe_wait_for_staging()
-            metrics = self.critic.train_step(
+            of_critic = self.critic.train_step(
                 batch.micro_batches,
                 returns=batch.returns,
                 old_values=batch.values,
                 num_loss_tokens=batch.num_loss_tokens,
-            ).metrics
+            )
+        if of_critic.is_applied:
+            self.critic_skip_limit.applied()
+        else:
+            self.critic_skip_limit.skipped(f"the gradient norm is {of_critic.grad_norm}")
         if self.critic.is_warming_up(self.state.iteration):
-            return StepResult(is_applied=False, grad_norm=math.nan, metrics=metrics)
+            return StepResult(is_applied=False, grad_norm=math.nan, metrics=of_critic.metrics)
         result = self.optimizer_step(batch)
-        return dataclasses.replace(result, metrics=result.metrics | metrics)
+        return dataclasses.replace(result, metrics=result.metrics | of_critic.metrics)
 
     def optimizer_step(self, batch: StepBatch) -> StepResult:
         """Train the policy on one batch: forward-backward over its micro-batches, clip, step.
 
         Raises:
-            NonFiniteError: more steps in a row were skipped than ``resilience.max_skipped_steps``.
+            NonFiniteError: as for :meth:`update`.
         """
         if batch.num_loss_tokens == 0:
             return self._skip(float("nan"), {}, "no token to train on in any rank")
@@ -223,6 +233,8 @@ class RLTrainer(ResilientTrainer):
             metrics = reduce_metrics(parts, batch, self.collectives)
             load = expert_load(self.policy.take_router_load())
             metrics |= {f"moe/{name}": value for name, value in load.items()}
+            if self.loss_fn.has_kl_in_loss:
+                metrics["loss/kl_coefficient"] = self.loss_fn.kl.coefficient
             if not math.isfinite(grad_norm):
                 return self._skip(grad_norm, metrics, f"the gradient norm is {grad_norm}")
             self.checkpointer.maybe_wait_for_staging()
@@ -230,7 +242,7 @@ class RLTrainer(ResilientTrainer):
             self.lr_schedulers.step()
         self.state.policy_version += 1
         self.ntokens_seen += sum(micro_batch.num_tokens for micro_batch in batch.micro_batches)
-        self._skipped_in_a_row = 0
+        self.skip_limit.applied()
         return StepResult(is_applied=True, grad_norm=grad_norm, metrics=metrics)
 
     def sync_weights(self) -> None:
@@ -263,7 +275,8 @@ class RLTrainer(ResilientTrainer):
     # ------------------------------------------------------------------------------------------ details
 
     timer: StageTimer
-    _skipped_in_a_row: int
+    skip_limit: SkipLimit
+    critic_skip_limit: SkipLimit
 
     def has_work_left(self) -> bool:
         """Whether an evaluation was given up."""
@@ -280,7 +293,11 @@ class RLTrainer(ResilientTrainer):
 
     def _resume(self) -> None:
         """Restore the newest checkpoint of this run, if there is one."""
-        self.timer, self._skipped_in_a_row = StageTimer(), 0
+        self.timer, largest = StageTimer(), self.config.resilience.max_skipped_steps
+        self.skip_limit = SkipLimit(largest, look_at="the rollouts and at optimizer.lr")
+        self.critic_skip_limit = SkipLimit(
+            largest, of="the critic", look_at="the rewards and at critic.optimizer.lr"
+        )
         self.checkpointer.load(step=self.config.checkpoint.load_step)
         sampling, comm = self.config.sampling, self.config.comm
         if not math.isnan(self.state.kl_coefficient):
@@ -291,14 +308,8 @@ class RLTrainer(ResilientTrainer):
 
     def _skip(self, grad_norm: float, metrics: dict[str, float], cause: str) -> StepResult:
         self.state.skipped_steps += 1
-        self._skipped_in_a_row += 1
         logger.warning("Step %d is skipped: %s.", self.step, cause)
-        if self._skipped_in_a_row > self.config.resilience.max_skipped_steps:
-            raise NonFiniteError(
-                f"{self._skipped_in_a_row} steps in a row were skipped, more than "
-                f"resilience.max_skipped_steps; the last because {cause}. "
-                "Look at the rollouts and at optimizer.lr."
-            )
+        self.skip_limit.skipped(cause)
         return StepResult(is_applied=False, grad_norm=grad_norm, metrics=metrics)
 
     def _check_rewards(self, taken: Taken) -> None:

@@ -20,7 +20,8 @@ class AlgorithmSection:
 
     # Suppressed: by the time tyro reads TorchTitan's command line, its defaults are in place.
     type: Annotated[str, tyro.conf.Suppress] = DEFAULT_ALGORITHM
-    """A named composition, which sets the defaults of ``[advantage]`` and ``[loss]``."""
+    """A named composition, which sets the defaults of ``[advantage]`` and ``[loss]``, their ``type`` among
+    them."""
 
     steps_per_iteration: Annotated[int, Ge(1)] = 1
     """Optimiser steps K on one batch of rollouts, each on a K-th of its groups."""

@@ -19,6 +19,7 @@ from titan_rl.resilience.lock import FolderLock
 from titan_rl.resilience.status import Outcome, write_status
 from titan_rl.resilience.stopping import EXIT_CODE
 from titan_rl.titan.api import init_logger, logger
+from titan_rl.titan.checkpoint_errors import CHECKPOINT_ERRORS, cause_of
 from titan_rl.trainers import earlier_start
 from titan_rl.trainers.configuration import RULES
 
@@ -43,7 +44,7 @@ def run(config: Any, document: Document, *, evaluate_only: bool = False) -> int:
             return 0
         trainer: Any = session.trainer
         trainer.evaluate_only() if evaluate_only else trainer.train()
-    except Exception as error:
+    except CHECKPOINT_ERRORS as error:  # the rest is an interrupt, or the end of the process
         error = _as_users_input(error)
         if isinstance(error, ConfigError):
             error = document.located(error)
@@ -120,13 +121,13 @@ class _Session:
             dist.destroy_process_group()
         self._unlock()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Say the cause, leave it in ``status.json``, and release what the trainer holds.
 
         A refused start leaves the status of the run that it did not continue.
         """
         name = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
-        cause = f"{name}: {error}"
+        cause = f"{name}: {error if isinstance(error, Exception) else cause_of(error)}"
         print(f"[rank {os.environ['RANK']}] {cause}", file=sys.stderr, flush=True)
         if self.trainer is not None:
             cause = self.trainer.control.note_failure(cause)
@@ -136,7 +137,7 @@ class _Session:
         if self.trainer is not None:
             try:
                 self.trainer.close()
-            except Exception:
+            except CHECKPOINT_ERRORS:
                 logger.exception("Closing after a failure failed too.")
         self._unlock()
 
@@ -173,7 +174,7 @@ class _Session:
         write_status(self._folder, outcome, step=step, cause=failure or cause, requeue=failure is None)
 
 
-def _as_users_input(error: Exception) -> Exception:
+def _as_users_input(error: BaseException) -> BaseException:
     """The same error, or what the launch has to change if that is what it says."""
     if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in str(error):
         return ConfigError(

@@ -190,14 +190,16 @@ def test_a_geometric_mean_clips_each_token_before_it_is_taken():
     assert tokens(found.is_clipped_low, flags=True) == [0, 0, 1, 0, 1, 0]
 
 
-def test_total_variation_bounds_probabilities():
-    found = surrogate(TotalVariation, max_decrease=0.2, max_increase=0.125)
+@pytest.mark.parametrize("max_weight", [None, 1.0, 0.875])
+def test_total_variation_bounds_probabilities_and_weights(max_weight):
+    bound = {} if max_weight is None else {"max_weight": max_weight}
+    found = surrogate(TotalVariation, max_decrease=0.2, max_increase=0.125, **bound)
     expected, low, high = [], [], []
     for r, a, p in zip(RATIOS, ADVANTAGE, at_tokens(POLICY), strict=True):
         moved = math.exp(p) - math.exp(p) / r
         high.append(int(a > 0 and moved > 0.125))
         low.append(int(a <= 0 and moved < -0.2))
-        expected.append(0.0 if high[-1] or low[-1] else -min(r, 20.0) * a * p)
+        expected.append(0.0 if high[-1] or low[-1] else -min(r, max_weight or 20.0) * a * p)
     assert tokens(found.loss) == pytest.approx(expected)
     assert tokens(found.is_clipped_high, flags=True) == high == [1, 0, 0, 0, 0, 0]
     assert tokens(found.is_clipped_low, flags=True) == low == [0, 0, 1, 0, 0, 0]
@@ -412,12 +414,6 @@ def test_what_claims_to_be_zero_without_an_advantage_has_no_gradient(name, term,
         ),
         (Clipped.Config(clip_dual=0.5), r"loss\.surrogate\.clip_dual must be 0, or above .*clip_high"),
         (Clipped.Config(clip_dual=math.nan), r"loss\.surrogate\.clip_dual must be"),
-        (MaskedTokens.Config(low=2.0, high=2.0), r"correction\.low must be below loss\.correction\.high = 2"),
-        (RejectTokens.Config(low=3.0), r"rejection\.low must be below loss\.rejection\.high = 2"),
-        (
-            RejectSamplesByGeometricMean.Config(low=1.02),
-            r"rejection\.low must be below loss\.rejection\.high",
-        ),
         (KLPenalty.Config(estimator="k1"), r'loss\.kl\.estimator must .* with loss\.kl\.placement = "loss"'),
         (KLPenalty.Config(target=0.1), r"loss\.kl\.coefficient must be above 0 with loss\.kl\.target"),
         (KLPenalty.Config(coefficient=math.nan), r"loss\.kl\.coefficient must be 0 or more"),
@@ -426,6 +422,20 @@ def test_what_claims_to_be_zero_without_an_advantage_has_no_gradient(name, term,
 def test_a_contradiction_is_refused_and_both_keys_are_named(config, message):
     with pytest.raises(ConfigError, match=message):
         build(config)
+
+
+@pytest.mark.parametrize(
+    ("part", "bounds"),
+    [
+        (MaskedTokens, {"low": 2.0, "high": 2.0}),
+        (RejectTokens, {"low": 3.0}),
+        (RejectSamplesByGeometricMean, {"low": 1.02}),
+        (RejectTokens, {"low": math.nan}),
+    ],
+)
+def test_bounds_that_keep_nothing_are_refused(part, bounds):
+    with pytest.raises(ConfigError, match=r"^low must be below high = "):
+        part.Config(**bounds)
 
 
 @pytest.mark.parametrize(

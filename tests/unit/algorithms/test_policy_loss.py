@@ -34,6 +34,7 @@ def make_inputs(*, rows=3, length=7, seed=0, dtype=torch.float64):
         generator_logprobs=policy + normal(0.02),
         num_loss_tokens=20,
         num_samples=4,
+        max_tokens=8,
         old_logprobs=policy + normal(0.4),
         ref_logprobs=policy + normal(0.3),
         entropy=normal(1.0).abs(),

@@ -88,6 +88,34 @@ def test_gae_by_hand_with_an_untrained_token_between_two_turns():
     assert found.returns.tolist() == [[0.3125, 0.0, 1.0]]
 
 
+@pytest.mark.parametrize("bad", [float("inf"), NAN])
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+def test_a_reward_or_a_value_that_is_not_finite_stays_in_its_own_sample(bad, gamma):
+    mask = torch.tensor([[True, True, False, True, True, True]])
+    index = torch.tensor([[0, 0, 0, 1, 1, 2]])
+    rewards, values = torch.ones(1, 6), torch.full((1, 6), 0.5)
+    expected = gae(rewards, values, loss_mask=mask, sample_index=index, gamma=gamma)
+    returns = discounted_returns(rewards, mask, sample_index=index, gamma=gamma)
+    others = index[0] != 1
+    rewards[0, 4] = bad
+    found = discounted_returns(rewards, mask, sample_index=index, gamma=gamma)
+    assert found[0, others].equal(returns[0, others])
+    assert not found[0, 3:5].isfinite().any()
+    values[0, 3] = bad
+    for at in (torch.ones(1, 6), rewards):
+        got = gae(at, values, loss_mask=mask, sample_index=index, gamma=gamma)
+        for one, right in zip(got, expected, strict=True):
+            assert one[0, others].equal(right[0, others])
+            assert not one[0, 3].isfinite()
+
+
+def test_without_a_discount_nothing_of_the_next_token_counts_not_even_infinity():
+    mask, index = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.int64)
+    rewards = torch.tensor([[1.0, float("inf")]])
+    found = discounted_returns(rewards, mask, sample_index=index, gamma=0.0)
+    assert found.tolist() == [[1.0, float("inf")]]
+
+
 def test_a_long_row_keeps_its_precision():
     length = 5000
     mask, index = torch.ones(1, length, dtype=torch.bool), torch.zeros(1, length, dtype=torch.int64)

@@ -42,6 +42,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.tools import utils
 from torchtitan.trainer import Trainer
 
+from tests.unit.titan.existence import exists
 from titan_rl.titan import sharded_model
 from titan_rl.titan.attention import CpuDocumentAttention
 from titan_rl.titan.models import no_loss
@@ -95,26 +96,6 @@ def _registry_entry(node: ast.AST, library: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
-def exists(module_name: str, name: str) -> bool:
-    """A module's attribute, a submodule, or an attribute of a class, declared or set on its instances."""
-    try:
-        target = importlib.import_module(module_name)
-    except ModuleNotFoundError:
-        return False
-    for part in name.split("."):
-        if isinstance(target, type) and not hasattr(target, part):
-            return any(
-                part in inspect.get_annotations(cls)
-                or re.search(rf"self\.{part}\b([^=\n(]*=|,\n)", inspect.getsource(cls))
-                for cls in target.__mro__
-                if cls.__module__.startswith(("torchtitan", "torch.distributed.pipelining", "vllm"))
-            )
-        if not hasattr(target, part):
-            return hasattr(target, "__path__") and find_spec(f"{module_name}.{name}") is not None
-        target = getattr(target, part)
-    return True
-
-
 # ------------------------------------------------------------------------------------------- the tables
 
 
@@ -133,7 +114,7 @@ _RESOLVE = """
 import json, sys
 from titan_rl.generation.vllm_env import set_vllm_environment
 set_vllm_environment(None)
-from tests.unit.titan.test_symbols import exists
+from tests.unit.titan.existence import exists
 from vllm import EngineArgs
 from dataclasses import fields
 missing = [pair for pair in json.load(sys.stdin) if not exists(*pair)]

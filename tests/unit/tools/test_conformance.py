@@ -322,7 +322,7 @@ FIRST = {
     "soft_gated": "surrogate/soft_gated",
     "geometric_mean": "surrogate/geometric_mean",
     "gamma_weighted": "surrogate/gamma_weighted",
-    "total_variation": "surrogate/total_variation_masked",
+    "total_variation": "surrogate/total_variation",
     "binary_kl": "surrogate/binary_kl_masked",
     "quadratic": "surrogate/quadratic",
 }

@@ -12,6 +12,7 @@ from titan_rl.trainers.configuration import configure
 CONFIG = Path(__file__).parents[2] / "integration" / "configs" / "grpo.toml"
 PPO = ("algorithm.type", "ppo")
 ALONE = ("sampling.group_size", 1)
+TWO_STEPS = ("algorithm.steps_per_iteration", 2)
 
 
 def check(monkeypatch, *overrides):
@@ -66,11 +67,23 @@ def test_what_compares_no_siblings_takes_groups_of_one(monkeypatch, name):
         ),
         (
             ("loss.rejection.type", "reject_tokens", "loss.rejection.low", 2.0),
-            r"loss\.rejection\.low must be below loss\.rejection\.high = 2\.0; got 2\.0",
+            r"loss\.rejection\.low must be below high = 2\.0; got 2\.0",
         ),
         (
             ("loss.correction.type", "masked_tokens", "loss.correction.high", 0.5),
-            r"loss\.correction\.low must be below loss\.correction\.high = 0\.5; got 0\.5",
+            r"loss\.correction\.low must be below high = 0\.5; got 0\.5",
+        ),
+        (
+            ("loss.rejection.type", "masked_tokens", "loss.rejection.high", 0.5),
+            r"loss\.rejection\.low must be below high = 0\.5; got 0\.5",
+        ),
+        (
+            ("algorithm.type", "rloo", *TWO_STEPS),
+            r'algorithm\.steps_per_iteration must be 1 with loss\.surrogate\.type = "reinforce", .*; got 2',
+        ),
+        (
+            ("loss.surrogate.type", "reinforce", *TWO_STEPS),
+            r'algorithm\.steps_per_iteration must be 1 with loss\.surrogate\.type = "reinforce"',
         ),
         (
             (*PPO, *ALONE, "refill.max_rounds", 3),
@@ -124,3 +137,4 @@ def test_the_configuration_that_all_of_this_starts_from_is_sound(monkeypatch):
     check(monkeypatch)
     check(monkeypatch, *PPO, "critic.clip_range", 0.1, "loss.kl.target", 0.1)
     check(monkeypatch, "shaping.overlong_buffer_tokens", 4, "refill.max_rounds", 2)
+    check(monkeypatch, "algorithm.type", "rloo", "loss.surrogate.type", "clipped", *TWO_STEPS)

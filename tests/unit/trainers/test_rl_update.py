@@ -6,7 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from titan_rl.algorithms.penalties import KLPenalty
+from titan_rl.errors import NonFiniteError
 from titan_rl.observability.stages import StageTimer
+from titan_rl.policy.critic import CriticResult
+from titan_rl.resilience.skip_limit import SkipLimit
 from titan_rl.trainers.optimization import StepBatch, StepResult
 from titan_rl.trainers.reporting import Reporter
 from titan_rl.trainers.rl import RLTrainer
@@ -24,25 +27,27 @@ class Rank(SimpleNamespace):
 
 
 class Critic:
-    def __init__(self, steps, *, warmup=0):
-        self.steps, self.warmup = steps, warmup
+    def __init__(self, steps, *, warmup=0, norms=()):
+        self.steps, self.warmup, self.norms = steps, warmup, list(norms)
 
     def train_step(self, micro_batches, *, returns, old_values, num_loss_tokens):
         self.steps.append(("critic", returns, old_values, num_loss_tokens))
-        return SimpleNamespace(metrics={"critic/loss": 0.25})
+        norm = self.norms.pop(0) if self.norms else 1.0
+        return CriticResult(math.isfinite(norm), norm, {"critic/loss": 0.25})
 
     def is_warming_up(self, iteration):
         return iteration < self.warmup
 
 
-def make_rank(*, warmup=None, iteration=0, kl=None):
+def make_rank(*, warmup=None, iteration=0, kl=None, norms=()):
     steps = []
     return Rank(
         steps=steps,
         step=4,
         timer=StageTimer(),
         checkpointer=SimpleNamespace(maybe_wait_for_staging=lambda: None),
-        critic=None if warmup is None else Critic(steps, warmup=warmup),
+        critic=None if warmup is None else Critic(steps, warmup=warmup, norms=norms),
+        critic_skip_limit=SkipLimit(2, of="the critic", look_at="the rewards"),
         state=SimpleNamespace(iteration=iteration, kl_coefficient=math.nan),
         loss_fn=SimpleNamespace(kl=kl),
     )
@@ -78,6 +83,23 @@ def test_a_step_without_a_token_trains_no_critic():
     rank = make_rank(warmup=2)
     rank.update(make_batch(num_loss_tokens=0))
     assert rank.steps == ["policy"]  # which skips it and counts it
+
+
+def test_a_critic_that_skips_one_step_after_another_ends_the_run():
+    rank = make_rank(warmup=0, norms=[math.inf, math.nan, 1.0, math.nan, math.nan, math.inf])
+    for _ in range(5):
+        rank.update(make_batch())  # never more than two in a row
+    with pytest.raises(NonFiniteError, match=r"^3 steps of the critic in a row were skipped, .* is inf\."):
+        rank.update(make_batch())
+    assert rank.steps.count("policy") == 5
+
+
+def test_a_critic_that_warms_up_and_skips_ends_the_run_too():
+    rank = make_rank(warmup=9, norms=[math.nan] * 3)
+    rank.update(make_batch())
+    rank.update(make_batch())
+    with pytest.raises(NonFiniteError, match="steps of the critic"):
+        rank.update(make_batch())
 
 
 def adapt(kl, results, *, in_reward=None):

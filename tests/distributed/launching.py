@@ -1,0 +1,63 @@
+"""A computation on two gloo ranks, and the same in this process as the only rank.
+
+What is computed is the function ``run(directory)`` of a worker, a module of this directory; it leaves files.
+The two ranks are forked from a process that has imported torch and TorchTitan, as those of
+:func:`tests.integration.runs.start`: importing would take longer than computing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torchtitan.distributed import utils as dist_utils
+
+from tests.integration import runs
+from titan_rl.titan import device
+
+
+def compute(worker: ModuleType, directory: Path) -> None:
+    """Run a worker on two ranks, then on one."""
+    on_two_ranks(worker, directory)
+    with only_rank(directory):
+        worker.run(directory)
+
+
+def on_two_ranks(worker: ModuleType, directory: Path) -> None:
+    """Run a worker in two forked processes."""
+    runs.fork(_rank, worker.__name__, str(directory), folder=directory / "two_ranks", ranks=2).succeed()
+
+
+@contextmanager
+def only_rank(directory: Path) -> Iterator[None]:
+    """This process as the only rank, on one thread; afterwards it is as before."""
+    device.install()
+    backend, threads = dist_utils.get_spmd_backend(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store.1", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _forget_meshes()
+        dist_utils.set_spmd_backend(backend)
+        torch.set_num_threads(threads)
+
+
+def _forget_meshes() -> None:
+    # Imported late: a worker looks at TorchTitan as it is before device.install().
+    importlib.import_module("tests.distributed.fsdp_worker").parallel_dims.cache_clear()
+
+
+def _rank(worker: str, directory: str, rank: int) -> None:
+    module = importlib.import_module(worker)  # before device.install(), which fsdp_worker undoes
+    device.install()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store.2", rank=rank, world_size=2)
+    module.run(Path(directory))
+    dist.destroy_process_group()
