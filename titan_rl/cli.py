@@ -1,4 +1,4 @@
-"""The console script ``titan-rl``: look at an installation, check a file, plan a run, prepare, compare."""
+"""The console script ``titan-rl``: look at an installation, check a file, plan and check a run, prepare."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = _parser()
     parsed, overrides = parser.parse_known_args(arguments)
-    if overrides and parsed.command not in ("validate", "plan"):
+    if overrides and parsed.command not in ("validate", "plan", "check"):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
         return parsed.run(parsed, overrides)
@@ -90,6 +90,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     plan.set_defaults(run=_plan)
+
+    check = commands.add_parser(
+        "check",
+        help="compute a step of a small model in several layouts and compare loss and gradients",
+        usage="titan-rl check CONFIG.toml [--section.key value ...]",
+        epilog="docs/checking.md says what is compared. Exits with 1 if anything differs by more than 1e-5.",
+        allow_abbrev=False,
+    )
+    check.add_argument("config", metavar="CONFIG.toml")
+    check.set_defaults(run=_check)
 
     prepare = commands.add_parser("prepare", help="make a model directory", allow_abbrev=False)
     prepare.add_argument("model", choices=["smollm2"])
@@ -173,6 +183,16 @@ def _plan(parsed: argparse.Namespace, overrides: list[str]) -> int:
             device_gib=parsed.device_memory_gib,
             prints_json=parsed.json,
         )
+    except ConfigError as error:
+        raise document.located(error) from error
+
+
+def _check(parsed: argparse.Namespace, overrides: list[str]) -> int:
+    document, trainer = read_checked(parsed.config, overrides)
+    os.environ["TITAN_RL_DEVICE"] = "cpu"  # like a plan
+    command = importlib.import_module("titan_rl.tools.check.command")
+    try:
+        return command.run(document, trainer, config_path=parsed.config, overrides=overrides)
     except ConfigError as error:
         raise document.located(error) from error
 

@@ -125,14 +125,10 @@ def logits(rank: Rank, tokens: list[list[int]]) -> torch.Tensor:
 
 def whole_gradients(model: ShardedModel) -> dict[str, torch.Tensor]:
     """Full gradients by parameter, taken from the model. Collective."""
-
-    def of_part(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in part.named_parameters():
-            yield name.replace("_checkpoint_wrapped_module.", ""), full(parameter.grad)
+    gradients = {name: gradient.clone() for name, gradient in model.full_gradients()}
+    for part in model.parts:
         part.zero_grad()
-
-    pipeline = model._pipeline
-    return dict(of_part(model.parts[0]) if pipeline is None else pipeline.shared(of_part))
+    return gradients
 
 
 @contextmanager

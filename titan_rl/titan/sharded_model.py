@@ -24,7 +24,7 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from titan_rl.titan.pipeline import Pipeline
 from titan_rl.titan.router_load import RouterLoad
 from titan_rl.titan.row_slices import gather_rows
-from titan_rl.titan.state import full_tensors
+from titan_rl.titan.state import full_gradients, full_tensors
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -197,6 +197,18 @@ class ShardedModel:
             yield from full_tensors(self.parts[0])
         else:
             yield from self._pipeline.shared(full_tensors)
+
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Accumulated gradients as full tensors, one at a time; zeros where there is none. Collective.
+
+        Yields:
+            The parameter's name, without the wrappers of activation checkpointing, and its gradient. Every
+            rank must consume all of them.
+        """
+        if self._pipeline is None:
+            yield from full_gradients(self.parts[0])
+        else:
+            yield from self._pipeline.shared(full_gradients)
 
     def union(self, names: set[str]) -> set[str]:
         """Names of the parts of all pipeline ranks together. Collective.

@@ -48,13 +48,14 @@ TORCHTITAN_IMPORTS = {
     "torchtitan.distributed.utils": {
         "clip_grad_norm_": "Clips and returns the global gradient norm.",
         "dist_sum": "Sums of the validation over ranks.",
-        "get_spmd_backend": "Restored after a plan, which sets another.",
+        "get_spmd_context": "TorchTitan's context of a forward pass, for a check without its trainer.",
+        "get_spmd_backend": "Restored after a plan or a check, which set another.",
         "init_fake_mode": "The process group of a plan: ranks that do not exist.",
         "set_pg_timeouts": "Lets a rank wait for the slowest one's rollouts.",
-        "set_spmd_backend": "How a plan's model is sharded.",
+        "set_spmd_backend": "How the model of a plan or a check is sharded.",
     },
     "torchtitan.distributed": {
-        "ParallelDims": "Finds the data-parallel ranks; the mesh of a plan.",
+        "ParallelDims": "Finds the data-parallel ranks; the mesh of a plan and of a check.",
         "fsdp": "Module in which the gradient division is replaced on a CPU.",
     },
     "torchtitan.models.common.attention": {
