@@ -61,7 +61,8 @@ class SmallRun:
         Args:
             config: From :func:`titan_rl.tools.check.shrink.shrink_config`.
         """
-        self.config, self._parts = config, trainer_parts(config)
+        self.config = config
+        self._parts: Any = trainer_parts(config)  # what builders read of a trainer
         self.policy = build_sharded(
             self._parts, config.model_spec, self._parts.model_config, ac_config=config.activation_checkpoint
         )
