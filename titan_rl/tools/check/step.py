@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -62,7 +62,7 @@ class SmallRun:
             config: From :func:`titan_rl.tools.check.shrink.shrink_config`.
         """
         self.config = config
-        self._parts: Any = trainer_parts(config)  # what builders read of a trainer
+        self._parts = cast(Any, trainer_parts(config))  # what builders read of a trainer
         self.policy = build_sharded(
             self._parts, config.model_spec, self._parts.model_config, ac_config=config.activation_checkpoint
         )
