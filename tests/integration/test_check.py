@@ -51,3 +51,19 @@ def test_a_planted_fault_is_found_by_the_comparison_that_shows_it(capsys, name, 
     code, about, _ = check_loss(capsys, name)
     assert code == 1
     assert shown_by <= about
+
+
+def test_two_axes_run_on_four_ranks_and_alone(capsys):
+    code, _, printed = check(
+        capsys,
+        "--model.name=llama3",  # not tied, as a pipeline asks
+        "--model.flavor=debugmodel",
+        "--parallelism.tensor_parallel_degree=4",
+        "--parallelism.pipeline_parallel_degree=2",
+        "--parallelism.data_parallel_shard_degree=1",
+        "--training.local_batch_size=2",
+    )
+    assert code == 0
+    for title in ("tensor 2", "pipeline 2", "tensor 2 x pipeline 2"):
+        assert f"layout         {title} " in printed
+    assert "tensor_parallel_degree = 4: each is 2 here" in printed

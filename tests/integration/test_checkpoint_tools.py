@@ -29,7 +29,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, runs.Run]:
         "preference": lambda: jobs.start(folder / "dpo", *pairs, config="dpo", ranks=2),
         "reward_model": lambda: jobs.start(folder / "rm", *pairs, config="reward_model", ranks=2),
     }
-    return {name: run.succeed() for name, run in runs.two_at_a_time(starts).items()}
+    return {name: run.succeed() for name, run in runs.all_of(starts).items()}
 
 
 def manifest(run: runs.Run, step: int) -> manifests.Manifest:

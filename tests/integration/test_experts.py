@@ -73,7 +73,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, runs.Run]:
     if has_vllm:
         wanted["vllm"] = ("generator.type", "vllm")
         wanted["vllm_with_a_bias"] = ("generator.type", "vllm", *local[2:])
-    return runs.two_at_a_time({name: partial(start, name) for name in wanted})
+    return runs.all_of({name: partial(start, name) for name in wanted})
 
 
 def test_policy_and_critic_train_their_biases_and_the_local_generator_follows(started) -> None:

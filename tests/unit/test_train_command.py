@@ -263,7 +263,7 @@ def test_a_checkpoint_that_cannot_be_read_leaves_a_status_with_a_cause_of_one_li
     monkeypatch.setattr(RLTrainer, "__init__", restore)
     assert train.main([write(RL)]) == 1
     status = json.loads((tmp_path / "dump" / "status.json").read_text(encoding="utf-8"))
-    cause = "CheckpointException: RuntimeError: Missing key in checkpoint state_dict: lm_head.weight."
+    cause = "CheckpointException: rank 0: RuntimeError: Missing key in checkpoint state_dict: lm_head.weight."
     assert (status["outcome"], status["cause"]) == ("failed", cause)
     assert f"[rank 0] {cause}\n" in capsys.readouterr().err
 

@@ -131,7 +131,7 @@ def told(number):
 signals.listen(told)
 print("ready", flush=True)
 # No Python instruction until it returns, as in a collective; unlike sleep(3) it goes on after a signal.
-ctypes.CDLL(None).system(b"sleep 20")
+ctypes.CDLL(None).system(b"sleep 20 >/dev/null")
 """
 
 
