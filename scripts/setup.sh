@@ -97,4 +97,4 @@ if [[ -n "$skip" ]]; then
   echo "  reasoning-gym do not work without it. Debian, Ubuntu: apt-get install gcc python3.11-dev; then make setup" >&2
 fi
 printf '%s' "$wanted" >"$stamp"
-echo "setup: done ($venv, $device)"
+echo "setup: done ($venv, $device); for single commands: source $venv/bin/activate"

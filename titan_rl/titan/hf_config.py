@@ -54,8 +54,7 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
             "model.hf_assets_path",
             "be a directory in Hugging Face layout with a config.json",
             str(directory),
-            "Check the path; for the quickstart's model run "
-            "`python -m titan_rl.tools.smollm2 models/smollm2-135m`.",
+            "Check the path; for the quickstart's model run `titan-rl prepare smollm2 models/smollm2-135m`.",
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

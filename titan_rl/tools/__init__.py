@@ -1,1 +1,1 @@
-"""Command-line helpers around training: preparing model directories."""
+"""Command-line helpers around training: check, plan, compare, list checkpoints, export, prepare a model."""

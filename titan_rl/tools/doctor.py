@@ -273,7 +273,8 @@ def check_port() -> Check:
         with socket.create_server(("127.0.0.1", 0)) as server:
             return Check("port", "ok", f"127.0.0.1:{server.getsockname()[1]} is free")
     except OSError as error:
-        return Check("port", "FAIL", f"127.0.0.1 cannot be bound: {error}", "Allow it in the sandbox.")
+        remedy = "Allow listening on the loopback address."
+        return Check("port", "FAIL", f"127.0.0.1 cannot be bound: {error}", remedy)
 
 
 def check_shared_memory(place: Path) -> Check:

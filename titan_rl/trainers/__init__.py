@@ -1,1 +1,1 @@
-"""TorchTitan trainers: reinforcement learning, and supervised training on the same data."""
+"""TorchTitan trainers: reinforcement learning, supervised training, preferences and reward models."""

@@ -1,4 +1,4 @@
-"""One optimiser step: scores, advantages, forward-backward over micro-batches, clip, step."""
+"""The batch of one optimiser step: aligned over ranks, scored, forward-backward, metrics reduced."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ class StepResult:
     """What one optimiser step did.
 
     Attributes:
-        is_applied: False when a gradient was not finite: weights, schedule and version are unchanged.
+        is_applied: False when weights, schedule and version are unchanged: no trained token, a gradient that
+            is not finite, or the critic's warm-up.
         grad_norm: Global gradient norm before clipping.
         metrics: The loss's metrics over all ranks, by name (``loss/...``).
     """

@@ -1,7 +1,7 @@
-"""Supervised training on prompts with answers: pretraining and SFT, by TorchTitan's own trainer.
+"""Supervised training on prompts with answers: pretraining and SFT.
 
-Only the data loader and the validation are ours; the training step, checkpoints and metrics are TorchTitan's
-unchanged.
+The training step and its metrics are TorchTitan's; data, validation, initial weights, export, checkpoints and
+stopping are ours.
 """
 
 from __future__ import annotations
