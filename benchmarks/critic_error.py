@@ -114,7 +114,8 @@ def _value(trainer: RLTrainer, tokens: tuple[int, ...]) -> float:
         is_truncated=False,
     )
     batch = pack([sample], [0.0], token_budget=trainer.config.training.seq_len, rows_per_micro_batch=1)[0]
-    return float(trainer.critic(batch.to(trainer.device))[0, len(tokens) - 1])
+    (values,) = trainer.critic([batch.to(trainer.device)])
+    return float(values[0, len(tokens) - 1])
 
 
 if __name__ == "__main__":
