@@ -207,10 +207,12 @@ class Setup:
         """A frozen model with other weights, alike under every layout."""
         model = build_sibling(self.rank)
         copy_shards(self.rank.policy, model)
+        with torch.device("meta"):
+            whole = [name for name, _ in self.rank.model_config.build().named_parameters()]
         for part in model.parts:
             for name, parameter in part.named_parameters():
                 with torch.no_grad():
-                    fsdp_worker._shard(parameter).mul_(1.0 + scale * (sum(map(ord, name)) % 5))
+                    fsdp_worker._shard(parameter).mul_(1.0 + scale * (whole.index(name) % 5))
         return model
 
     def scores_of(self, model: ShardedModel) -> torch.Tensor:

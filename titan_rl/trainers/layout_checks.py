@@ -48,7 +48,8 @@ def contradictions(
     Returns:
         In the order in which they are best mended; empty when the layout fits.
     """
-    return [
+    # With a degree that is none, the others are computed from nonsense.
+    return list(check_degrees(parallelism)) or [
         *check_ranks(parallelism, world_size),
         *check_heads(parallelism, architecture),
         *check_rows(parallelism, seq_len=seq_len, architecture=architecture),
@@ -57,6 +58,30 @@ def contradictions(
         *check_generator(generator_degree, architecture, world_size),
         *check_backend(parallelism, has_cuda_graphs=has_cuda_graphs),
     ]
+
+
+def check_degrees(parallelism: Any) -> Iterator[ConfigError]:
+    """Degrees and sizes are counts.
+
+    Args:
+        parallelism: TorchTitan's section.
+    """
+    axes = ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel")
+    wanted = {f"{axis}_degree": 1 for axis in (*axes, "expert_parallel")}
+    wanted |= {"pipeline_parallel_microbatch_size": 1, "pipeline_parallel_layers_per_stage": 1}
+    wanted |= {f"pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}
+    for key, least in wanted.items():
+        value = getattr(parallelism, key)
+        if value is not None and value < least:
+            yield ConfigError(f"parallelism.{key}", f"be at least {least}", value, "Leave it out.")
+    shard = parallelism.data_parallel_shard_degree
+    if shard < 1 and shard != -1:
+        yield ConfigError(
+            "parallelism.data_parallel_shard_degree",
+            "be at least 1, or -1 for all ranks that are left",
+            shard,
+            "Leave it out.",
+        )
 
 
 def check_backend(parallelism: Any, *, has_cuda_graphs: bool) -> Iterator[ConfigError]:

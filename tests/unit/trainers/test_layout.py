@@ -32,7 +32,9 @@ TIED = dataclasses.replace(SMALL, is_tied=True)
 VARLEN = dataclasses.replace(SMALL, is_flex=False)
 
 
-def find(world_size=1, *, architecture=SMALL, seq_len=1024, rows=4, generator=1, **parallelism):
+def find(
+    world_size=1, *, architecture=SMALL, seq_len=1024, rows=4, generator=1, cuda_graphs=False, **parallelism
+):
     return [
         str(error)
         for error in contradictions(
@@ -42,6 +44,7 @@ def find(world_size=1, *, architecture=SMALL, seq_len=1024, rows=4, generator=1,
             seq_len=seq_len,
             local_batch_size=rows,
             generator_degree=generator,
+            has_cuda_graphs=cuda_graphs,
         )
     ]
 
@@ -229,3 +232,35 @@ def test_expert_parallelism_cuts_rows_over_tensor_ranks_without_sequence_paralle
 def test_an_architecture_is_read_off_torchtitans_configuration(name, flavor, expected):
     architecture = architecture_of(build_spec(ModelSection(name=name, flavor=flavor)).model)
     assert {key: getattr(architecture, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "least"),
+    [
+        (TP, 0, 1),
+        (PP, 0, 1),
+        (CP, -1, 1),
+        (EP, 0, 1),
+        ("data_parallel_replicate_degree", -2, 1),
+        ("pipeline_parallel_microbatch_size", 0, 1),
+        ("pipeline_parallel_layers_per_stage", 0, 1),
+        ("pipeline_parallel_first_stage_less_layers", -3, 0),
+    ],
+)
+def test_what_is_no_count_is_refused_before_anything_is_computed_from_it(key, value, least):
+    expected = f"parallelism.{key} must be at least {least}; got {value}. Leave it out."
+    assert find(2, **{key: value}) == [expected]
+
+
+@pytest.mark.parametrize("value", [0, -2])
+def test_the_degree_of_sharding_is_a_count_or_minus_one(value):
+    (message,) = find(2, **{SHARD: value})
+    assert message.startswith("parallelism.data_parallel_shard_degree must be at least 1, or -1")
+
+
+def test_what_the_losses_or_torchtitan_refuse_is_a_contradiction_too():
+    (message,) = find(1, spmd_backend="full_dtensor")
+    assert message.startswith("parallelism.spmd_backend must be spmd_types or partial_dtensor")
+    (message,) = find(2, **{PP: 2}, cuda_graphs=True)
+    assert message.startswith("training.disable_cuda_graphs must be true")
+    assert find(2, **{TP: 2}, cuda_graphs=True) == []
