@@ -143,14 +143,7 @@ class ShardedModel:
     def of_trainer(cls, trainer: Trainer) -> ShardedModel:
         """The model that a trainer trains."""
         schedule = getattr(trainer, "pp_schedule", None)
-        model = cls(trainer, trainer.model_parts, trainer.model_config, schedule=schedule)
-        model.watch_routers()
-        return model
-
-    @property
-    def has_head(self) -> bool:
-        """Whether this rank holds the last stage: losses and scores are computed there."""
-        return self.head is not None
+        return cls(trainer, trainer.model_parts, trainer.model_config, schedule=schedule)
 
     def skip_head(self) -> None:
         """Make the model give hidden states; the head is applied by what they are given to."""

@@ -136,6 +136,7 @@ class PairTrainer(ResilientTrainer):
         finally:
             config.loss = loss_config
         self.policy = ShardedModel.of_trainer(self)
+        self.policy.watch_routers()
         self.collectives = Collectives(self.parallel_dims, self.device)
         if self.config.checkpoint.enable:  # otherwise TorchTitan's checkpointer has no states
             self.checkpointer.states["pair_state"] = self.state

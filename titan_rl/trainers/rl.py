@@ -80,6 +80,7 @@ class RLTrainer(ResilientTrainer):
         earlier_start.check_resume(config, self.state, name="rl_state")
         super().__init__(config)
         self.policy = ShardedModel.of_trainer(self)
+        self.policy.watch_routers()
         self.policy.skip_head()  # it is applied to trained tokens only, in chunks
         self.collectives = Collectives(self.parallel_dims, self.device)
         self.needs = derive_needs(
