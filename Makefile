@@ -11,7 +11,7 @@ WORKERS ?= 2
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 1
 SMOLLM2 := models/smollm2-135m
 
-.PHONY: help setup quickstart tiny chain test lint doctor clean
+.PHONY: help setup quickstart tiny chain test nightly lint doctor clean
 
 help: ## Show these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -41,6 +41,9 @@ lint: setup ## Check style, types and layers
 test: lint ## Run lint, then all tests and doctests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		--max-worker-restart 1 --doctest-modules titan_rl tests
+
+nightly: setup ## Run the tests of 8 ranks, which `make test` leaves out
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly tests
 
 doctor: setup ## Say what this machine and this environment can run
 	$(BIN)/titan-rl doctor

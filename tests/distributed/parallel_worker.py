@@ -56,6 +56,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     8: {
         "pp2_tp2_fsdp2": {PP: 2, TP: 2, SHARD: 2} | PIPELINE,
         "tp2_cp2_fsdp2": {TP: 2, CP: 2, SHARD: 2} | LONG,
+        "tp2_hsdp2_fsdp2": {TP: 2, REPLICATE: 2, SHARD: 2},
     },
 }
 SAVED_UNDER = "tp2"
