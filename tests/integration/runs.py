@@ -196,11 +196,33 @@ def fork(function: Callable[..., int | None], *arguments: Any, folder: Path, ran
 
 
 def torchrun(
-    config: Path, *overrides: object, folder: Path, ranks: int = 1, module: str = "titan_rl.train"
+    config: Path,
+    *overrides: object,
+    folder: Path,
+    ranks: int = 1,
+    nodes: int = 1,
+    module: str = "titan_rl.train",
 ) -> Run:
-    """Start a run with the command that a user types; arguments as for :func:`start`."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return spawn([*command, "-m", module, *_arguments(config, overrides, folder)], folder=folder)
+    """Start a run with the command that a user types; arguments as for :func:`start`.
+
+    Args:
+        config: The TOML file.
+        overrides: As for :func:`start`.
+        folder: The run's ``dump_folder``.
+        ranks: Of each node.
+        nodes: How often the command is started, as on so many machines that share a file system.
+        module: As for :func:`start`.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    if nodes == 1:
+        launcher += ["--standalone"]
+    else:
+        endpoint = f"localhost:{_free_port()}"
+        launcher += [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+        launcher += ["--rdzv-id=nodes", "--local-addr=localhost"]
+    command = [*launcher, "-m", module, *_arguments(config, overrides, folder)]
+    started = [spawn(command, folder=folder) for _ in range(nodes)]
+    return Run(folder, started[0].log, [process for run in started for process in run.processes])
 
 
 def spawn(command: Sequence[str], *, folder: Path, environment: Mapping[str, str] | None = None) -> Run:

@@ -237,6 +237,12 @@ def _check_launch(config: VllmGenerator.Config, context: GeneratorContext) -> No
     if degree > 1 and context.agree is None:
         remedy = "Pass a broadcast in the generator group."
         raise ConfigError("GeneratorContext.agree", "be given for a group of ranks", None, remedy)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if context.device_type == "cpu" and local_size % degree:
+        # vLLM's ranks on a CPU exchange tensors through the shared memory of one machine.
+        constraint = f"divide the {local_size} ranks of each machine on CPU"
+        remedy = "Choose a divisor: the ranks of a group share memory."
+        raise ConfigError("generator.tensor_parallel_degree", constraint, degree, remedy)
     if context.device_type == "cpu" and (config.block_size or 0) % _CPU_BLOCK_SIZE:
         constraint = f"be a multiple of {_CPU_BLOCK_SIZE} on CPU"
         remedy = "Remove it to get the smallest, which shares most."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import subprocess
@@ -112,6 +113,16 @@ def test_without_torchrun_the_remedy_names_it(monkeypatch: pytest.MonkeyPatch) -
 def test_contradictions_are_found_before_the_engine_starts(config: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         VllmGenerator(VllmGenerator.Config(**config), CONTEXT)
+
+
+def test_a_generator_group_over_two_machines_is_refused_on_a_cpu(
+    torchrun_environment: pytest.MonkeyPatch,
+) -> None:
+    torchrun_environment.setenv("WORLD_SIZE", "4")
+    torchrun_environment.setenv("LOCAL_WORLD_SIZE", "2")
+    context = dataclasses.replace(CONTEXT, agree=lambda flag: flag)
+    with pytest.raises(ConfigError, match=r"must divide the 2 ranks of each machine on CPU; got 4\."):
+        VllmGenerator(VllmGenerator.Config(tensor_parallel_degree=4), context)
 
 
 def test_configuration_can_be_read_without_importing_vllm() -> None:
