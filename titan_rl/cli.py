@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from titan_rl.errors import ConfigError, TitanRLError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one subcommand, and return the exit code: 2 for the user's input, 1 for any other failure.
+    """Run one subcommand, and return the exit code: 2 for the user's input, 130 for Ctrl-C, 1 if it fails.
 
     Args:
         arguments: Without the program's name; the process's own by default.
@@ -32,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     except TitanRLError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -92,6 +92,12 @@ def test_validate_prints_ok_and_what_the_numbers_amount_to(file, capsys):
     assert numbers["micro-batches"] == "at most 2 per rank and step, of 1 row(s)"
 
 
+def test_validate_says_nothing_but_its_answer(file):
+    command = [sys.executable, "-m", "titan_rl.cli", "validate", file, "--world-size", "2"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (run.stdout.splitlines()[0], run.stderr) == ("ok", "")
+
+
 def test_validate_refuses_a_number_of_ranks_that_does_not_fit(file, capsys):
     assert cli.main(["validate", file, "--world-size", "3"]) == 2
     error = capsys.readouterr().err
@@ -127,6 +133,14 @@ def test_arguments_that_no_subcommand_knows_are_refused(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["validate", "x.toml", "--world-size", "0"])
     assert end.value.code == 2
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_version", interrupted)
+    assert cli.main(["version"]) == 130
 
 
 def test_prepare_refuses_a_directory_that_it_did_not_write(tmp_path, capsys):

@@ -71,7 +71,11 @@ class CheckpointManager(api.CheckpointManager):
         """TorchTitan's section, unchanged."""
 
         def __post_init__(self) -> None:
+            # Without a path TorchTitan warns of this key, whose default is true: in every run.
+            value = self.initial_load_model_only
+            self.initial_load_model_only = value and bool(self.initial_load_path or self.initial_load_in_hf)
             api.CheckpointManager.Config.__post_init__(self)
+            self.initial_load_model_only = value
 
     facts: Callable[[], Facts]
     _deferred: tuple[int, bool] | None
