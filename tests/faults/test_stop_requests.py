@@ -70,6 +70,20 @@ def test_sigterm_to_launcher_and_ranks_while_they_generate(tmp_path: Path, whole
     check_resume(run, whole, step)
 
 
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, whole: runs.Run) -> None:
+    """A terminal signals torchrun alone: the ranks are sessions of their own, and it signals them."""
+    run = jobs.torchrun(tmp_path / "run", *LONG, ranks=2, **SLOW)
+    jobs.wait_until(run, lambda: recorded(run, 1))
+    (agent,) = run.processes
+    descendants = jobs.children_of(agent.pid)
+    agent.send_signal(signal.SIGINT)
+    assert run.wait(60) == [1]
+    assert "Stop requested by SIGINT" in run.output()
+    assert "KeyboardInterrupt" not in run.output()
+    assert jobs.remaining(descendants) == set()
+    check_resume(run, whole, check_preempted(run))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_to_one_rank_ends_both_at_one_step(rank: int, tmp_path: Path, whole: runs.Run) -> None:
     run = jobs.start(tmp_path / "run", *LONG, ranks=2, **SLOW)
@@ -118,7 +132,7 @@ def test_a_second_sigterm_ends_at_once_with_the_last_checkpoint_valid(tmp_path: 
     started = time.monotonic()
     assert run.wait(60) == [143, 143], run.tail()
     assert time.monotonic() - started < PROMPT
-    assert "Ending at once: a second SIGTERM arrived" in run.output()
+    assert "Ending at once: asked again, by SIGTERM" in run.output()
     assert check_preempted(run) == 2
 
 
@@ -133,7 +147,7 @@ def test_a_second_sigterm_to_the_launcher_reaches_the_ranks(tmp_path: Path) -> N
     started = time.monotonic()
     run.wait(60)
     assert time.monotonic() - started < PROMPT
-    assert "Ending at once: a second SIGTERM arrived" in run.output()
+    assert "Ending at once: asked again, by SIGTERM" in run.output()
     assert jobs.remaining(descendants) == set()
     assert check_preempted(run) == 2
 

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1, seen at once whatever the main thread is doing.
+"""SIGTERM, SIGINT (Ctrl-C) and SIGUSR1, seen at once whatever the main thread is doing.
 
 A Python handler runs between two instructions of the main thread, so it waits for as long as that thread
 waits in a collective. Here the interpreter's own handler writes to a pipe, and a thread reads it.
@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 Callback = Callable[[signal.Signals], None]
 _callback: Callback | None = None  # signals belong to the process, and so does who is told
@@ -46,7 +46,9 @@ def stop_listening() -> None:
     _callback = None
     if _descriptors is not None:
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+            # Python raises KeyboardInterrupt by a handler of its own.
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
 
 

@@ -1,4 +1,4 @@
-"""Stopping on request, alike on all ranks: SIGTERM, SIGUSR1 (save now), and a time limit.
+"""Stopping on request, alike on all ranks: SIGTERM or SIGINT (Ctrl-C), SIGUSR1 (save now), and a time limit.
 
 A rank that is asked tells the others through the store of the process group; each looks there in a thread.
 The decision is made by all of them together at the next safe point, :meth:`StopControl.decide`, and work that
@@ -53,7 +53,7 @@ class StopControl:
         """Begin to listen. The process group is there.
 
         Args:
-            grace_seconds: From SIGTERM until the process ends, saved or not.
+            grace_seconds: From SIGTERM or SIGINT until the process ends, saved or not.
             stop_after_minutes: Age of the process at which the run ends; 0: no limit.
             group: Used by this object alone.
         """
@@ -126,9 +126,9 @@ class StopControl:
         now = time.monotonic()
         if self._first_signal is None:
             self._first_signal = now
-            self._preempt("SIGTERM")
+            self._preempt(number.name)
         elif now - self._first_signal > REPEAT_SECONDS:
-            self._end("a second SIGTERM arrived")
+            self._end(f"asked again, by {number.name}")
 
     def _preempt(self, source: str) -> None:
         with self._lock:
@@ -138,7 +138,10 @@ class StopControl:
             self._timer.daemon = True
             self._timer.start()
             self._is_preempted.set()
-        logger.warning("Stop requested by %s: saving at the next safe point, then ending.", source)
+        logger.warning(
+            "Stop requested by %s: saving at the next safe point, then ending; asked again, ending at once.",
+            source,
+        )
 
     def _watch(self) -> None:
         """Tell the others, or hear from them; then make sure that all are there to save together."""

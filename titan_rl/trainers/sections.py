@@ -136,8 +136,8 @@ class ResilienceSection:
     """Table ``[resilience]``, as every trainer has it."""
 
     grace_seconds: Annotated[float, Gt(0)] = 25.0
-    """From SIGTERM until the ranks end, with a checkpoint if a safe point came in time. torchrun kills them
-    after 30 s unless it is started with ``--shutdown-timeout``."""
+    """From SIGTERM or Ctrl-C until the ranks end, with a checkpoint if a safe point came in time. torchrun
+    kills them after 30 s unless it is started with ``--shutdown-timeout``."""
 
     stop_after_minutes: Annotated[float, Ge(0)] = 0.0
     """Age of the process at which the run saves and ends (``time_limit``), before a batch system ends it.

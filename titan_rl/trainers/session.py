@@ -115,7 +115,7 @@ class _Session:
         if self._writes:
             write_status(self._folder, outcome, step=self.trainer.step, requeue=outcome != "done")
         self.trainer.close()
-        # The launcher's copy of a SIGTERM that was obeyed must not turn the exit code into another one.
+        # The launcher's copy of a signal that was obeyed must not turn the exit code into another one.
         signals.listen(lambda _: None)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -155,14 +155,13 @@ class _Session:
             self._lock.release(is_claimed=self._has_begun)
 
     def _end_before_start(self, number: signal.Signals) -> None:
-        """SIGTERM while the trainer is built: there is nothing to save."""
-        if number != signal.SIGTERM:
+        """Asked to stop while the trainer is built: there is nothing to save."""
+        if number == signal.SIGUSR1:
             return
-        print(f"[rank {os.environ['RANK']}] Ending at once: SIGTERM before the first step.", file=sys.stderr)
+        cause = f"{number.name} before the first step"
+        print(f"[rank {os.environ['RANK']}] Ending at once: {cause}.", file=sys.stderr)
         if self._has_begun:
-            write_status(
-                self._folder, "preempted", step=0, cause="SIGTERM before the first step", requeue=True
-            )
+            write_status(self._folder, "preempted", step=0, cause=cause, requeue=True)
         os._exit(EXIT_CODE)
 
     def _end_at_once(self, cause: str, failure: str | None) -> None:

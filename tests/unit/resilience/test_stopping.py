@@ -33,6 +33,7 @@ def make_control():
     for control in made:
         control.close()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
 def eventually(condition):
@@ -50,9 +51,10 @@ def test_nothing_is_asked_at_first(make_control):
     assert control.is_stopping_anywhere(True)
 
 
-def test_sigterm_interrupts_and_stays(make_control):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_and_ctrl_c_interrupt_and_stay(make_control, number):
     control = make_control()
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), number)
     eventually(control.should_interrupt)
     assert [control.decide(), control.decide()] == [Wish.PREEMPT, Wish.PREEMPT]
 
@@ -93,7 +95,7 @@ def test_repeats_within_two_seconds_are_one_request_and_a_later_one_ends_the_pro
     now[0] = 1002.1
     control._on_signal(signal.SIGTERM)
     assert ended == [143]
-    assert causes == [("a second SIGTERM arrived", None)]
+    assert causes == [("asked again, by SIGTERM", None)]
 
 
 def test_what_another_rank_heard_first_does_not_make_the_own_signal_a_second_one(
