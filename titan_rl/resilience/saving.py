@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import titan_rl
 from titan_rl.errors import ConfigError, SaveError
+from titan_rl.resilience import faults, shelf
 from titan_rl.resilience import manifest as manifests
-from titan_rl.resilience import shelf
 from titan_rl.resilience.manifest import DamagedCheckpointError, Facts, Manifest
 from titan_rl.titan import api, safe_reading
 from titan_rl.titan.api import logger
@@ -184,6 +184,7 @@ class CheckpointManager(api.CheckpointManager):
 
     def _prepare(self, step: int) -> None:
         """Make the directory, with the configuration of this start in it."""
+        faults.at("checkpoint.stage")
         if self._group.rank:
             return
         left = shelf.clean_up(self._shelf)
@@ -218,13 +219,17 @@ class CheckpointManager(api.CheckpointManager):
         self._agree(lambda: self._commit(task, directory))
         self.last_saved = task.step
         logger.info("Checkpoint of step %d is complete; hashing took %.2f seconds.", task.step, seconds)
+        faults.at("checkpoint.after_commit")
+        self._retire()
 
     def _hash_share(self, directory: Path) -> None:
+        faults.at("checkpoint.shard")
         rank, world_size = self._group.rank, self._group.world_size
         mine = manifests.share(manifests.file_names(directory), rank=rank, world_size=world_size)
         manifests.write_sidecar(directory, rank, {n: manifests.hash_file(directory / n) for n in mine})
 
     def _commit(self, task: _Task, directory: Path) -> None:
+        faults.at("checkpoint.before_commit")
         if self._group.rank:
             return
         hashed = manifests.take_sidecars(directory)
@@ -248,7 +253,6 @@ class CheckpointManager(api.CheckpointManager):
         manifests.write(directory, manifest)
         replaced = shelf.put_in_place(self._shelf, task.step)
         self._delete([] if replaced is None else [replaced])
-        self._retire()
 
     def _model_fingerprint(self, directory: Path) -> str:
         if not (directory / ".metadata").is_file():
@@ -259,10 +263,14 @@ class CheckpointManager(api.CheckpointManager):
 
     def _retire(self) -> None:
         """Take away what retention does not keep. A failure is no failure of the checkpoint just saved."""
-        found = shelf.entries(self._shelf)
+        old: list[Path] = []
         try:
-            old = shelf.to_remove(found, keep_latest=self.keep_latest_k, keep_best=self.policy.keep_best)
-            self._delete([shelf.discard(path) for path in old])
+            if self._group.rank == 0:
+                found = shelf.entries(self._shelf)
+                old = shelf.to_remove(found, keep_latest=self.keep_latest_k, keep_best=self.policy.keep_best)
+                old = [shelf.discard(path) for path in old]
+            faults.at("checkpoint.purge")
+            self._delete(old)
         except OSError as error:
             logger.warning("Old checkpoints could not be removed: %s.", error)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from titan_rl.data.chat import PromptEncoder
 from titan_rl.errors import GeneratorError, RewardError, StopRequestedError
 from titan_rl.generation.protocol import Generator, check_completion
+from titan_rl.resilience import faults
 from titan_rl.resilience.seeds import derive_seed
 from titan_rl.rewards.pool import RewardFailure, RewardPool
 from titan_rl.rollout.exchange import Exchange, exchange_groups
@@ -90,9 +91,11 @@ class RolloutRunner:
         stats = RunStats()
         groups = self._plan(prompts, group_size, purpose)
         started, kept = time.perf_counter(), None
+        faults.at("rollout.begin")
         try:
             kept = self._generate(groups, sampling, policy_version, stats)
             stats.generation_seconds = time.perf_counter() - started
+            faults.at("rollout.end")
             self._collect_rewards(kept, stats)
             stats.reward_seconds = time.perf_counter() - started - stats.generation_seconds
         except StopRequestedError:
@@ -135,7 +138,7 @@ class RolloutRunner:
                 )
                 requests[request.id] = (request, rollout, position in kept_positions)
         self._generator.submit([request for request, _, _ in requests.values()])
-        self._scoring = []
+        self._scoring, half = [], len(requests) // 2
         for completion in self._generator.completions(self._timeout):
             asked = requests.pop(completion.request_id, None)
             if asked is None:
@@ -147,6 +150,8 @@ class RolloutRunner:
             check_completion(completion, request, policy_version=policy_version)
             if is_kept:
                 self._finish(rollout, request, completion, stats)
+            if len(requests) == half:
+                faults.at("rollout.mid")
         if requests:
             raise GeneratorError(
                 f"The generator must answer every request; {len(requests)} are missing, "
@@ -169,17 +174,19 @@ class RolloutRunner:
         self._scoring.append(rollout)
 
     def _collect_rewards(self, groups: Sequence[Group], stats: RunStats) -> None:
-        answered = 0
+        answered, expected = 0, sum(len(group.rollouts) for group in groups)
+        faults.at("reward.begin")
         for key, result in self._rewards.results(self._timeout):
             if self._control is not None and self._control.should_interrupt():
                 raise StopRequestedError("Rewards were given up: the run was asked to stop.")
             answered += 1
+            if answered == (expected + 1) // 2:
+                faults.at("reward.mid")
             rollout = self._scoring[key]
             if isinstance(result, RewardFailure):
                 rollout.reward_error = f"{result.reason}: {result.message}"
                 stats.reward_failures[result.reason] += 1
             else:
                 rollout.reward = result
-        expected = sum(len(group.rollouts) for group in groups)
         if answered != expected:
             raise RewardError(f"Rewards must answer every rollout; got {answered} of {expected}.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from titan_rl.data.cursor import PromptStream
 from titan_rl.errors import TitanRLError
+from titan_rl.resilience import faults
 from titan_rl.rollout.runner import RolloutRunner
 from titan_rl.rollout.stats import RunStats
 from titan_rl.types import Group, Prompt, SamplingParams
@@ -94,6 +95,7 @@ class GroupSource:
         options, taken = self._options, Taken()
         missing = options.num_groups
         while True:
+            faults.at("data.next")
             first = cursor + taken.num_drawn
             drawn = list(enumerate(self._prompts.take(first, missing), start=first))
             groups = self._roll_out(drawn, policy_version, taken.stats)

@@ -10,6 +10,7 @@ from titan_rl.batching.micro_batch import MicroBatch, padding_fraction
 from titan_rl.batching.pack import pack
 from titan_rl.batching.steps import split_into_steps
 from titan_rl.policy.token_scores import LogprobScorer
+from titan_rl.resilience import faults
 from titan_rl.rollout.samples import to_samples
 from titan_rl.rollout.source import Taken
 from titan_rl.titan.api import logger
@@ -67,6 +68,7 @@ class BatchMaker:
             if self._credit.needs_scores:
                 trainer.report.measured(self._credit.assign(groups, batches))
                 per_rollout = mean_by_rollout(batches)
+            faults.at("advantage", values=(m.advantages for batch in batches for m in batch.micro_batches))
             if trainer.critic is not None:
                 trainer.checkpointer.maybe_wait_for_staging()  # the head may be rescaled
                 trainer.critic.observe(

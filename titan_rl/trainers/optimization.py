@@ -15,6 +15,7 @@ from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.policy.teacher import Teacher
 from titan_rl.policy.token_scores import LogprobScorer, token_scores
+from titan_rl.resilience import faults
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.sharded_model import Hidden, ShardedModel
 from titan_rl.types import Sample
@@ -98,8 +99,10 @@ def score_batch(batch: StepBatch, *, old: LogprobScorer | None, reference: Logpr
     """
     if old is not None:
         batch.old_logprobs = old(batch.micro_batches)
+    faults.at("old_logprobs", values=batch.old_logprobs)
     if reference is not None:
         batch.ref_logprobs = reference(batch.micro_batches)
+    faults.at("ref_logprobs", values=batch.ref_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,7 @@ def forward_backward(
             with_entropy=True,
             divergence=None if teacher is None else teacher.compare(micro_batch),
         )
+        faults.at("forward_backward", index, values=[scores.logprobs])
         output = loss_fn(
             LossInputs(
                 policy_logprobs=scores.logprobs,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from titan_rl.errors import TitanRLError
 from titan_rl.observability.progress import progress_line
 from titan_rl.observability.recorder import RolloutRecorder
 from titan_rl.observability.summary import RunSummary, read_scores, write_json
+from titan_rl.resilience.journal import Journal, parameters_digest
 from titan_rl.resilience.manifest import HeldOut
 from titan_rl.rollout.evaluation import total_up
 from titan_rl.rollout.source import Taken
@@ -63,6 +66,7 @@ class Reporter:
             scores = read_scores(self._folder / "summary.json")
             self._summary.scores = {s: v for s, v in scores.items() if s <= trainer.step}
         self._collectives.barrier()
+        self._journal = Journal(self._folder, collectives=self._collectives, resumed_step=trainer.step)
 
     def held_out(self, step: int) -> HeldOut | None:
         """The score measured at a step, if any was."""
@@ -154,8 +158,9 @@ class Reporter:
         batches: Sequence[StepBatch],
         results: Sequence[StepResult],
     ) -> None:
-        """Reduce and report one iteration."""
+        """Reduce and report one iteration, and enter it in the journal."""
         trainer = self._trainer
+        self._enter_in_journal(taken, results)
         seconds = trainer.timer.take()
         metrics = self._rollout_metrics(taken)
         self.reward = metrics["reward/mean"]
@@ -200,6 +205,25 @@ class Reporter:
         self._check_gain()
 
     # -------------------------------------------------------------------------------------------------
+
+    def _enter_in_journal(self, taken: Taken, results: Sequence[StepResult]) -> None:
+        trainer, digest = self._trainer, None
+        if trainer.config.resilience.journal_parameters:
+            digest = parameters_digest(self._weights(), is_computed=self._collectives.rank == 0)
+        self._journal.iteration(
+            step=trainer.step,
+            policy_version=trainer.state.policy_version,
+            groups=[*taken.groups, *taken.dropped],
+            losses=[result.metrics.get("loss/loss", math.nan) for result in results],
+            grad_norms=[result.grad_norm for result in results],
+            parameters=digest,
+        )
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All that is trained, gathered one tensor at a time. Collective."""
+        yield from self._trainer.policy.full_state()
+        if self._trainer.critic is not None:
+            yield from ((f"critic.{name}", full) for name, full in self._trainer.critic.model.full_state())
 
     @property
     def _total(self) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+from titan_rl.resilience import faults
 from titan_rl.resilience.manifest import Facts
 from titan_rl.resilience.saving import CheckpointManager, SavePolicy
 from titan_rl.resilience.status import Outcome
@@ -33,7 +35,11 @@ class ResilientTrainer(Trainer):
 
         Args:
             config: The whole configuration, with ``[resilience]``.
+
+        Raises:
+            ConfigError: ``TITAN_RL_FAULT`` is set, and not to faults that can be planted.
         """
+        faults.arm(Path(config.dump_folder))
         super().__init__(config)
         section, comm = config.resilience, config.comm
         # A rank may come to a safe point as much earlier than another as a generation may take.
@@ -66,6 +72,7 @@ class ResilientTrainer(Trainer):
         """
         has_steps = super().should_continue_training()
         wish = self.control.decide()
+        faults.begin_step(self.step + 1)
         if wish == Wish.NOTHING or not (has_steps or self.has_work_left()):
             return has_steps
         is_saved = self.checkpointer.save_now(self.step)

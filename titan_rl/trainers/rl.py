@@ -18,6 +18,7 @@ from titan_rl.observability.stages import StageTimer
 from titan_rl.policy.critic import Critic, build_critic
 from titan_rl.policy.teacher import Teacher, build_teacher
 from titan_rl.policy.token_scores import LogprobScorer
+from titan_rl.resilience import faults
 from titan_rl.resilience.manifest import Facts
 from titan_rl.resilience.skip_limit import SkipLimit
 from titan_rl.resilience.state import RunState, seed_process
@@ -230,6 +231,7 @@ class RLTrainer(ResilientTrainer):
                 max_tokens=self.config.sampling.max_tokens,
                 teacher=self.teacher,
             )
+            faults.at("optimizer.before", values=self.policy.parameters())
             grad_norm = self.policy.clip_grad_norm(self.config.training.max_norm)
             metrics = reduce_metrics(parts, batch, self.collectives)
             load = expert_load(self.policy.take_router_load())
@@ -241,6 +243,7 @@ class RLTrainer(ResilientTrainer):
             self.checkpointer.maybe_wait_for_staging()
             self.optimizers.step()
             self.lr_schedulers.step()
+            faults.at("optimizer.after")
         self.state.policy_version += 1
         self.ntokens_seen += sum(micro_batch.num_tokens for micro_batch in batch.micro_batches)
         self.skip_limit.applied()
@@ -257,6 +260,7 @@ class RLTrainer(ResilientTrainer):
         section = self.config.evaluation
         self.state.is_evaluation_left = 1
         with self.timer.stage("evaluate"):
+            faults.at("evaluation")
             prompts = self.data.held_out_prompts()
             try:
                 groups, _ = self.runner.run(

@@ -160,3 +160,7 @@ class RLResilienceSection(ResilienceSection):
 
     max_skipped_steps: Annotated[int, Ge(0)] = 3
     """The run ends after more skipped steps in a row (nothing to train on, or a non-finite gradient)."""
+
+    journal_parameters: bool = False
+    """Put the SHA-256 of all weights, the critic's too, into the journal after every iteration. Each tensor
+    is gathered once more for it."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from titan_rl.config.dump import to_toml
 from titan_rl.config.toml import Document
 from titan_rl.errors import ConfigError, TitanRLError
-from titan_rl.resilience import signals
+from titan_rl.resilience import faults, signals
 from titan_rl.resilience.lock import FolderLock
 from titan_rl.resilience.status import Outcome, write_status
 from titan_rl.resilience.stopping import EXIT_CODE
@@ -112,6 +112,8 @@ class _Session:
     def finish(self) -> None:
         """Say how the run ended, and release everything."""
         outcome: Outcome = self.trainer.outcome
+        faults.begin_step(self.trainer.step)
+        faults.at("shutdown")
         if self._writes:
             write_status(self._folder, outcome, step=self.trainer.step, requeue=outcome != "done")
         self.trainer.close()

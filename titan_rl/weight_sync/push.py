@@ -20,6 +20,7 @@ from annotated_types import Gt
 
 from titan_rl.errors import HandshakeError, TitanRLError
 from titan_rl.functional.checksum import tensor_checksum
+from titan_rl.resilience import faults
 from titan_rl.titan.collectives import Collectives
 from titan_rl.types import WeightReceipt, WeightUpdate
 
@@ -111,10 +112,12 @@ class WeightSync:
         started = time.perf_counter()
         sent: dict[str, int] = {}
         sizes: list[int] = []
+        faults.at("sync.begin")
         self._agree(self._alteration())  # of the version that was served until now
         self._agree(self._deliver(version, sent, sizes))
         fault, difference = self._probe_served()
         self._agree(fault or self._alteration())
+        faults.at("sync.end")
         return PushReport(
             version=version,
             num_tensors=len(sent),
@@ -148,6 +151,7 @@ class WeightSync:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             for name, tensor in self._stream:
+                faults.at("sync.bucket", len(sent))
                 sent[name] = tensor_checksum(tensor)
                 sizes.append(tensor.numel() * tensor.element_size())
                 yield name, tensor
