@@ -210,7 +210,8 @@ def compute(setup: ExpertsSetup, layout: str) -> tuple[dict[str, torch.Tensor], 
         layout: Of the micro-batches, one of ``algorithms_worker.LAYOUTS``.
     """
     tensors, rest = dict[str, torch.Tensor](), dict[str, Any]()
-    stream = WeightStream(setup.rank.policy, setup.rank.adapter)
+    # Several buckets: one is on its way while another is read.
+    stream = WeightStream(setup.rank.policy, setup.rank.adapter, bucket_bytes=20_000)
     rest["stream"] = {name: tensor_checksum(tensor) for name, tensor in stream}
     for name in NAMES:
         step = setup.step(name, setup.batch(name, layout))

@@ -32,6 +32,7 @@ from titan_rl.batching.pack import pack
 from titan_rl.errors import GeneratorError, HandshakeError
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.policy.token_scores import LogprobScorer
+from titan_rl.titan import buckets
 from titan_rl.titan.attention import use_cpu_attention
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.experts import use_cpu_experts
@@ -46,6 +47,7 @@ from titan_rl.weight_sync.push import WeightSync, WeightSyncSection
 # Before install(), which replaces it; the same function afterwards if something has installed already.
 _TITAN_INIT = TitanModule._init_self_parameters
 
+BUCKETS = (1, 40_000, 2**28)
 LENGTHS = (12, 3, 9, 5, 17, 2, 8, 11)
 LONGEST, VOCAB = max(LENGTHS), 96
 PADDING_TOKEN = VOCAB - 1  # occurs in no sample
@@ -188,12 +190,37 @@ def check_weights(
         if name.endswith("_tied"):
             stored["lm_head.weight"] = stored["model.embed_tokens.weight"]
         result[name] = {
+            "buckets": [_read_in_buckets(rank, stream, size) for size in BUCKETS],
             "same_names": set(stream) == set(stored),
             "order": list(stream),
             "bit_exact": all(torch.equal(stored[key], stream[key]) for key in stored),
             "cuts_a_head": _cuts_a_head(rank.module),
         }
     return result
+
+
+@torch.no_grad()
+def _read_in_buckets(rank: Rank, expected: dict[str, torch.Tensor], bucket_bytes: int) -> dict[str, Any]:
+    """Whether the stream is the same, and the most that was gathered and not read yet, in bytes."""
+    begin, begun, read, peak, largest = buckets._begin, 0, 0, 0, 0
+
+    def counted(value: torch.Tensor) -> torch.Tensor:
+        nonlocal begun, peak, largest
+        size = value.numel() * value.element_size()
+        begun, largest = begun + size, max(largest, size)
+        peak = max(peak, begun - read)
+        return begin(value)
+
+    buckets._begin = counted
+    try:
+        for _, tensor in rank.policy.full_state(bucket_bytes=bucket_bytes):
+            read += tensor.numel() * tensor.element_size()
+    finally:
+        buckets._begin = begin
+    stream = list(WeightStream(rank.policy, rank.adapter, bucket_bytes=bucket_bytes))
+    is_same = [name for name, _ in stream] == list(expected)
+    is_same = is_same and all(torch.equal(expected[name], tensor) for name, tensor in stream)
+    return {"is_same": is_same, "peak": peak, "largest": largest, "all": read}
 
 
 def _cuts_a_head(policy: Any) -> bool:

@@ -123,6 +123,16 @@ def test_the_stream_of_a_sharded_model_is_the_file_bit_for_bit_in_one_order(laun
     assert [rank["cuts_a_head"] for rank in ranks] == [False, True, True]
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_buckets_of_any_size_give_the_same_stream_and_bound_what_is_held(launch, model):
+    for rank in [launch.one, *launch.two]:
+        for size, read in zip(fsdp_worker.BUCKETS, rank["weights"][model]["buckets"], strict=True):
+            assert read["is_same"]
+            assert read["largest"] <= read["peak"] <= max(size, read["largest"])
+        one_by_one, some, everything = (read["peak"] for read in rank["weights"][model]["buckets"])
+        assert one_by_one < some < everything == read["all"]
+
+
 # ---------------------------------------------------------------------------------------- a step of GRPO
 
 

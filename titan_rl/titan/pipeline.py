@@ -8,6 +8,7 @@ torch 2.14.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from titan_rl.titan.buckets import Bucket
 
 Prepared = tuple[torch.Tensor, dict[str, Any], torch.Tensor]
 Metrics = dict[str, torch.Tensor]
@@ -172,38 +175,44 @@ class Pipeline:
 
     # ------------------------------------------------------------------------- what all stages hold
 
-    def shared(
-        self, tensors_of: Callable[[nn.Module], Iterator[tuple[str, torch.Tensor]]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def shared(self, buckets_of: Callable[[nn.Module], Iterator[Bucket]]) -> Iterator[Bucket]:
         """The tensors of all stages, stage by stage, sent by the rank of the stage to the others. Collective.
 
         Args:
-            tensors_of: From a stage to its names and full tensors.
+            buckets_of: From a stage to its names and full tensors.
         """
         for position in range(len(self._parts)):
             for owner in range(self._ranks):
                 if owner == self._rank:
-                    yield from self._sent(tensors_of(self._parts[position]), owner)
+                    yield from self._sent(buckets_of(self._parts[position]), owner)
                 else:
                     yield from self._received(owner)
 
-    def _sent(
-        self, tensors: Iterator[tuple[str, torch.Tensor]], owner: int
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors:
-            description = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-            self.text_of(owner, json.dumps(description))
-            tensor = tensor.contiguous()
-            dist.broadcast(tensor, group=self._group, group_src=owner)
-            yield name, tensor
+    def _sent(self, buckets: Iterator[Bucket], owner: int) -> Iterator[Bucket]:
+        for bucket in buckets:
+            descriptions = [
+                [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+                for name, tensor in bucket
+            ]
+            self.text_of(owner, json.dumps(descriptions))
+            self._broadcast([tensor.contiguous() for _, tensor in bucket], owner)
+            yield bucket
         self.text_of(owner, "null")
 
-    def _received(self, owner: int) -> Iterator[tuple[str, torch.Tensor]]:
-        while (description := json.loads(self.text_of(owner, None))) is not None:
-            name, dtype, shape = description
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
-            dist.broadcast(tensor, group=self._group, group_src=owner)
-            yield name, tensor
+    def _received(self, owner: int) -> Iterator[Bucket]:
+        while (descriptions := json.loads(self.text_of(owner, None))) is not None:
+            bucket: Bucket = deque()
+            for name, dtype, shape in descriptions:
+                bucket.append((name, torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)))
+            self._broadcast([tensor for _, tensor in bucket], owner)
+            yield bucket
+
+    def _broadcast(self, tensors: Sequence[torch.Tensor], owner: int) -> None:
+        """Send some tensors at once, or receive them."""
+        options: Any = {"group": self._group, "group_src": owner, "async_op": True}
+        works: list[Any] = [dist.broadcast(tensor, **options) for tensor in tensors]
+        for work in works:
+            work.wait()
 
     def union(self, names: set[str]) -> set[str]:
         """The names of all ranks together. Collective."""

@@ -6,7 +6,9 @@ with the places of their tokens, and gives whole rows: the layers above see neit
 
 from __future__ import annotations
 
+import functools
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,10 +23,11 @@ from torchtitan.distributed.spmd_types import annotate_input_spmd_types
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 
+from titan_rl.titan.buckets import BUCKET_BYTES, full_buckets, one_by_one
 from titan_rl.titan.pipeline import Pipeline
 from titan_rl.titan.router_load import RouterLoad
 from titan_rl.titan.row_slices import gather_rows
-from titan_rl.titan.state import full_gradients, full_tensors
+from titan_rl.titan.state import full_gradients
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -180,16 +183,18 @@ class ShardedModel:
             names = part.state_dict().keys()
             part.load_state_dict({n: state[n] for n in names if strict or n in state}, strict=strict)
 
-    def full_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights and buffers as full tensors, in one order on all ranks, one at a time. Collective.
+    def full_state(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights and buffers as full tensors, in one order on all ranks, in buckets. Collective.
+
+        Args:
+            bucket_bytes: Most that is gathered at once, of what is not read yet.
 
         Yields:
             TorchTitan's name and the tensor. Every rank must consume all of them.
         """
-        if self._pipeline is None:
-            yield from full_tensors(self.parts[0])
-        else:
-            yield from self._pipeline.shared(full_tensors)
+        gather = functools.partial(full_buckets, bucket_bytes=bucket_bytes)
+        buckets = gather(self.parts[0]) if self._pipeline is None else self._pipeline.shared(gather)
+        return one_by_one(buckets)
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Accumulated gradients as full tensors, one at a time; zeros where there is none. Collective.
@@ -199,9 +204,10 @@ class ShardedModel:
             rank must consume all of them.
         """
         if self._pipeline is None:
-            yield from full_gradients(self.parts[0])
-        else:
-            yield from self._pipeline.shared(full_gradients)
+            return full_gradients(self.parts[0])
+        return one_by_one(
+            self._pipeline.shared(lambda part: (deque([pair]) for pair in full_gradients(part)))
+        )
 
     def union(self, names: set[str]) -> set[str]:
         """Names of the parts of all pipeline ranks together. Collective.

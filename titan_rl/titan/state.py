@@ -35,20 +35,6 @@ def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield f"{name}.", child
 
 
-@torch.no_grad()
-def full_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gather the state dict, one tensor at a time. Collective over the ranks that shard the model.
-
-    Args:
-        model: A TorchTitan decoder, or some of its layers.
-
-    Yields:
-        TorchTitan's name and the full tensor.
-    """
-    for name, value in iterate_state(model):
-        yield name, (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

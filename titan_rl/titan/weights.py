@@ -1,7 +1,8 @@
 """Weights between the sharded policy and the Hugging Face layout: the stream, loading, and export.
 
-One tensor at a time is gathered to its full shape and then given to TorchTitan's state-dict adapter. The
-adapters never see shards: on those they can fail when the heads do not divide.
+Tensors are gathered to their full shape, a bucket at a time (:mod:`titan_rl.titan.buckets`), and then given
+to TorchTitan's state-dict adapter one by one. The adapters never see shards: on those they can fail when the
+heads do not divide.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from titan_rl.errors import ConfigError
 from titan_rl.titan import safe_reading
+from titan_rl.titan.buckets import BUCKET_BYTES, full_buckets, one_by_one
 from titan_rl.titan.checkpoint_errors import CHECKPOINT_ERRORS, cause_of
 from titan_rl.titan.init import replicated
 from titan_rl.titan.sharded_model import ShardedModel
-from titan_rl.titan.state import full_tensors, parts
+from titan_rl.titan.state import parts
 
 TIED_HEAD = "lm_head.weight"
 SCALAR_HEAD = "score.weight"
@@ -50,24 +52,30 @@ class WeightStream:
     Without a state-dict adapter the names are TorchTitan's own.
     """
 
-    def __init__(self, model: nn.Module | ShardedModel, adapter: BaseStateDictAdapter | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module | ShardedModel,
+        adapter: BaseStateDictAdapter | None,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         """Prepare the stream.
 
         Args:
             model: The policy, sharded or not.
             adapter: TorchTitan's adapter of this model, or None.
+            bucket_bytes: Most that is gathered ahead of whoever reads the stream.
         """
-        self._model, self._adapter = model, adapter
+        self._model, self._adapter, self._bucket_bytes = model, adapter, bucket_bytes
         self._is_tied = is_tied(model)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor once. Every rank must consume all of it: each item takes a collective.
+        """Yield every tensor once. Every rank must consume all of it: each bucket takes collectives.
 
         Raises:
             ConfigError: the adapter drops a trainable parameter.
         """
-        model = self._model
-        for key, full in model.full_state() if isinstance(model, ShardedModel) else full_tensors(model):
+        for key, full in self._full_state():
             if self._is_tied and key == TIED_HEAD:
                 continue  # the embedding is yielded under both names below
             for name, tensor in self._to_hf(key, full).items():
@@ -75,6 +83,11 @@ class WeightStream:
                 if self._is_tied and name == TIED_EMBEDDING:
                     # A generator that packed its own copy of the head keeps a stale one otherwise.
                     yield TIED_HEAD, tensor
+
+    def _full_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(self._model, ShardedModel):
+            return self._model.full_state(bucket_bytes=self._bucket_bytes)
+        return one_by_one(full_buckets(self._model, bucket_bytes=self._bucket_bytes))
 
     def _to_hf(self, key: str, full: torch.Tensor) -> Mapping[str, torch.Tensor]:
         if self._adapter is None:

@@ -128,7 +128,8 @@ def state_dict_adapter(trainer: RLTrainer) -> Any:
 
 def weight_stream(trainer: RLTrainer) -> WeightStream:
     """The policy's weights, gathered anew at every iteration over it."""
-    return WeightStream(trainer.policy, state_dict_adapter(trainer))
+    bucket_bytes = trainer.config.weight_sync.bucket_bytes
+    return WeightStream(trainer.policy, state_dict_adapter(trainer), bucket_bytes=bucket_bytes)
 
 
 def needs_hf_config(config: Any) -> bool:

@@ -53,6 +53,14 @@ class WeightSyncSection:
     max_probe_difference: Annotated[float, Gt(0)] = 5e-4
     """Largest difference of a probe token's log-probability, generator against trainer, in nats. The default
     is for fp32; in bf16 the two engines round differently, and 0.1 is a start."""
+    bucket_mib: Annotated[float, Gt(0)] = 256.0
+    """Most of the weights that a rank holds beyond its own shards and the generator's copy, in MiB. While one
+    half is loaded the other is on its way. A tensor that is larger is gathered alone, whole."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """``bucket_mib`` in bytes."""
+        return int(self.bucket_mib * 2**20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ class PushReport:
 
     Attributes:
         version: The version now served.
-        num_tensors: Tensors sent.
+        num_tensors: Tensors sent; 0 when the version was served already.
         num_bytes: Their size.
         seconds: Wall-clock time of the whole push, handshake included.
         probe_difference: Largest difference of the probe's log-probabilities, in nats.
@@ -99,12 +107,13 @@ class WeightSync:
         """
         self._section, self._stream, self._generator = section, stream, generator
         self._policy_logprobs, self._probe, self._collectives = policy_logprobs, tuple(probe), collectives
+        self._served: int | None = None
 
     def push(self, version: int) -> PushReport:
-        """Send all weights and confirm them.
+        """Send all weights and confirm them. A version that is served already is confirmed, not sent again.
 
         Args:
-            version: ``policy_version`` of the policy as it is now.
+            version: ``policy_version`` of the policy as it is now: the same number means the same weights.
 
         Raises:
             HandshakeError: on every rank, if any rank's generator does not provably serve these weights.
@@ -114,9 +123,12 @@ class WeightSync:
         sizes: list[int] = []
         faults.at("sync.begin")
         self._agree(self._alteration())  # of the version that was served until now
-        self._agree(self._deliver(version, sent, sizes))
+        if version != self._served:
+            self._served = None
+            self._agree(self._deliver(version, sent, sizes))
         fault, difference = self._probe_served()
         self._agree(fault or self._alteration())
+        self._served = version
         faults.at("sync.end")
         return PushReport(
             version=version,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from titan_rl.titan.buckets import full_buckets, one_by_one
 from titan_rl.titan.models import no_loss
 from titan_rl.titan.pipeline import Pipeline
 
@@ -145,7 +146,9 @@ def test_one_stage_gives_its_states_and_scores_come_back_in_order():
 def test_what_one_stage_holds_is_what_all_hold():
     stage = Stage()
     run = pipeline(stage)
-    found = dict(run.shared(lambda part: ((name, value.detach()) for name, value in part.named_parameters())))
+    buckets = list(run.shared(lambda part: full_buckets(part, bucket_bytes=1)))
+    assert len(buckets) == len(dict(stage.named_parameters()))
+    found = dict(one_by_one(buckets))
     assert found.keys() == dict(stage.named_parameters()).keys()
     assert all(torch.equal(found[name], value) for name, value in stage.named_parameters())
     assert run.union({"b", "ä"}) == {"b", "ä"}

@@ -116,6 +116,45 @@ def test_the_stream_is_read_anew_at_every_push():
     assert torch.equal(receiver.held["norm"], weights["norm"])
 
 
+def test_a_version_that_is_served_already_is_confirmed_and_not_sent_again():
+    receiver, stream = Receiver(), Counted(policy())
+    sync = WeightSync(
+        WeightSyncSection(),
+        stream=stream,
+        generator=receiver,
+        policy_logprobs=lambda token_ids: OURS,
+        probe=PROBE,
+        collectives=Ranks(),
+    )
+    assert sync.push(4).num_tensors == 3
+    again = sync.push(4)
+    assert (again.version, again.num_tensors, again.num_bytes) == (4, 0, 0)
+    assert (receiver.versions, stream.read) == ([4], 3)
+    assert receiver.asked == [PROBE, PROBE]  # it is looked at all the same
+    receiver.logprobs = (-1.0, -2.0, -0.4)
+    with pytest.raises(HandshakeError, match="does not serve what was delivered"):
+        sync.push(4)
+    receiver.logprobs = OURS
+    sync.push(5)
+    assert (receiver.versions, stream.read) == ([4, 5], 6)
+
+
+def test_a_version_that_was_not_confirmed_is_sent_again():
+    receiver = Receiver(logprobs=(-1.0, -2.0, -0.4))
+    sync = WeightSync(
+        WeightSyncSection(),
+        stream=_Stream(policy()),
+        generator=receiver,
+        policy_logprobs=lambda token_ids: OURS,
+        probe=PROBE,
+        collectives=Ranks(),
+    )
+    for _ in range(2):
+        with pytest.raises(HandshakeError):
+            sync.push(4)
+    assert receiver.versions == [4, 4]
+
+
 def _flip_a_bit(name, tensor):
     if name == "layer":
         tensor.view(torch.int32)[2, 1] ^= 1

@@ -17,6 +17,8 @@ class BatchPlan:
         steps_per_iteration: K.
         prompts: Of an iteration; as many groups.
         samples: Of an iteration.
+        baselines: Greedy rollouts of an iteration, one per prompt where the algorithm takes them; not trained
+            on.
         samples_per_step: Of an optimiser step, at most.
         generators: Groups of ranks that generate, each with its own share.
         prompts_per_generator: At most.
@@ -36,6 +38,7 @@ class BatchPlan:
     steps_per_iteration: int
     prompts: int
     samples: int
+    baselines: int
     samples_per_step: int
     generators: int
     prompts_per_generator: int
@@ -77,6 +80,7 @@ def batch_plan(facts: RunFacts) -> BatchPlan:
         steps_per_iteration=steps,
         prompts=facts.prompts,
         samples=samples,
+        baselines=facts.prompts if facts.needs_baseline else 0,
         samples_per_step=samples_per_step,
         generators=generators,
         prompts_per_generator=per_generator,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 
-from titan_rl.titan.meta_model import ShardSizes
+from titan_rl.titan.buckets import in_buckets, peak_bytes
+from titan_rl.titan.meta_model import ShardSizes, unit_of
 from titan_rl.tools.plan.arithmetic import BatchPlan
 from titan_rl.tools.plan.run_facts import RunFacts
 
@@ -36,7 +38,8 @@ def traffic(facts: RunFacts, policy: ShardSizes, batch: BatchPlan) -> Traffic:
         batch: Counts; full length is assumed.
     """
     passes = batch.micro_batches_per_rank
-    scorings = facts.needs_old + facts.needs_reference + facts.needs_critic + facts.has_teacher
+    scorings = facts.needs_old + facts.needs_reference + facts.needs_critic
+    scorings += facts.has_teacher + facts.has_reward_model
     rows = facts.rows * passes
 
     def step(count: Callable[[int], int]) -> int:
@@ -144,6 +147,18 @@ def sync_bytes(facts: RunFacts, policy: ShardSizes) -> int:
     return int(policy.numel * facts.storage_bytes * _share(ranks))
 
 
-def largest_tensor_bytes(facts: RunFacts, policy: ShardSizes) -> int:
-    """Most that a weight sync holds beyond the shards and the generator's copy: one tensor, whole."""
-    return max(parameter.numel for parameter in policy.parameters) * facts.storage_bytes
+def transit_bytes(facts: RunFacts, policy: ShardSizes) -> int:
+    """Most that a weight sync holds beyond the shards and the generator's copy.
+
+    Whole tensors in buckets, as :func:`titan_rl.titan.buckets.full_buckets` gathers them; where nothing is
+    sharded one tensor, which the state-dict adapter may have to copy.
+    """
+    sizes = [
+        [parameter.numel * facts.storage_bytes for parameter in unit]
+        for _, unit in groupby(policy.parameters, key=lambda parameter: unit_of(parameter.name))
+    ]
+    degrees = facts.degrees
+    if degrees.fsdp * degrees.tensor * degrees.pipeline == 1:
+        return max(max(unit) for unit in sizes)
+    buckets = in_buckets(sizes, size_of=int, bucket_bytes=facts.bucket_bytes)
+    return peak_bytes(map(sum, buckets), bucket_bytes=facts.bucket_bytes)

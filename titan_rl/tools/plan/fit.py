@@ -94,7 +94,7 @@ _ADVICE = {
         f"raise generator.tensor_parallel_degree (now {facts.generator.degree})"
     ),
     "generator activations": lambda facts: "lower generator.max_num_batched_tokens",
-    "tensor in transit": lambda facts: "raise parallelism.data_parallel_shard_degree",
+    "weights in transit": lambda facts: "lower weight_sync.bucket_mib",
 }
 
 

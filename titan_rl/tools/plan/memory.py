@@ -2,7 +2,7 @@
 
 What stays between steps (weights, gradients, optimiser state, reference, ...) is counted from the shards that
 TorchTitan would make. What comes and goes is modelled: activations (:mod:`titan_rl.tools.plan.activations`),
-gathered weights, logits, the generator, a tensor on its way to it.
+gathered weights, logits, the generator, weights on their way to it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from titan_rl.titan.architecture import Architecture
 from titan_rl.titan.meta_model import ShardSize, ShardSizes, unit_of
 from titan_rl.tools.plan.activations import layer_bytes, outside_layers
 from titan_rl.tools.plan.generation import GeneratorMemory
@@ -44,11 +45,13 @@ class Models:
         policy: The policy; the reference and the critic's layers are like it.
         teacher: Or None.
         reward_model: Or None.
+        teacher_architecture: Of the teacher, where it is known; else the policy's stands in.
     """
 
     policy: ShardSizes
     teacher: ShardSizes | None = None
     reward_model: ShardSizes | None = None
+    teacher_architecture: Architecture | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class RankMemory:
 
 
 def rank_memory(
-    facts: RunFacts, models: Models, generator: GeneratorMemory, *, largest_tensor_bytes: int
+    facts: RunFacts, models: Models, generator: GeneratorMemory, *, transit_bytes: int
 ) -> RankMemory:
     """Memory of the rank that needs most at its peak.
 
@@ -84,17 +87,17 @@ def rank_memory(
         facts: The run.
         models: From TorchTitan's shards.
         generator: Beside the trainer.
-        largest_tensor_bytes: What a weight sync holds beyond the shards and the generator's copy.
+        transit_bytes: What a weight sync holds beyond the shards and the generator's copy.
     """
     ranks = [
-        _of_pipeline_rank(facts, models, generator, largest_tensor_bytes, rank)
+        _of_pipeline_rank(facts, models, generator, transit_bytes, rank)
         for rank in range(facts.degrees.pipeline)
     ]
     return max(ranks, key=lambda memory: memory.total(memory.peak_phase))
 
 
 def _of_pipeline_rank(
-    facts: RunFacts, models: Models, generator: GeneratorMemory, largest_tensor_bytes: int, rank: int
+    facts: RunFacts, models: Models, generator: GeneratorMemory, transit_bytes: int, rank: int
 ) -> RankMemory:
     stages = stages_of_rank(facts, rank)
     items = _resident(facts, models, stages)
@@ -106,7 +109,7 @@ def _of_pipeline_rank(
         "generator weights": generator.weights,
         "KV cache": generator.kv_cache,
         "generator activations": generator.activations,
-        "tensor in transit": largest_tensor_bytes,
+        "weights in transit": transit_bytes,
     }
     items["scoring activations"] = scoring_bytes(facts, stages[0])
     awake = ("generator weights", "KV cache", "generator activations")
@@ -115,7 +118,7 @@ def _of_pipeline_rank(
         "generation": (*RESIDENT, *awake),
         "scoring": (*RESIDENT, *asleep, "gathered weights", "scoring activations", "logits"),
         "training": (*RESIDENT, *asleep, "gathered weights", "activations", "recomputed layer", "logits"),
-        "weight sync": (*RESIDENT, *awake[:2], "tensor in transit"),
+        "weight sync": (*RESIDENT, *awake[:2], "weights in transit"),
     }
     return RankMemory(rank, items, phases)
 

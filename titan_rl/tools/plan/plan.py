@@ -9,9 +9,10 @@ from typing import Any
 
 from titan_rl.errors import ConfigError
 from titan_rl.policy.teacher import teacher_spec
+from titan_rl.titan.architecture import architecture_of
 from titan_rl.titan.meta_model import shard_on_meta
 from titan_rl.tools.plan.arithmetic import BatchPlan, batch_plan
-from titan_rl.tools.plan.communication import Traffic, largest_tensor_bytes, traffic
+from titan_rl.tools.plan.communication import Traffic, traffic, transit_bytes
 from titan_rl.tools.plan.fit import check_cache, check_memory
 from titan_rl.tools.plan.flops import Work, work
 from titan_rl.tools.plan.generation import GeneratorMemory, generator_memory
@@ -85,8 +86,7 @@ def make_plan(config: Any, *, world_size: int, device_type: str, device_bytes: i
         return Plan(facts=facts, device_bytes=device_bytes, contradictions=[*found, error])
     policy = models.policy
     generator = generator_memory(facts, numel=policy.numel, device_bytes=device_bytes)
-    in_transit = largest_tensor_bytes(facts, policy)
-    memory = rank_memory(facts, models, generator, largest_tensor_bytes=in_transit)
+    memory = rank_memory(facts, models, generator, transit_bytes=transit_bytes(facts, policy))
     if device_bytes:
         found += check_memory(facts, memory, device_bytes=device_bytes)
     found += check_cache(facts, generator, device_bytes=device_bytes)
@@ -99,7 +99,7 @@ def make_plan(config: Any, *, world_size: int, device_type: str, device_bytes: i
         memory=memory,
         generator=generator,
         traffic=traffic(facts, policy, batch),
-        work=work(facts, policy, batch),
+        work=work(facts, models, batch),
         numel=policy.numel,
         bubble=_bubble(facts),
     )
@@ -107,12 +107,16 @@ def make_plan(config: Any, *, world_size: int, device_type: str, device_bytes: i
 
 def _models(config: Any, world_size: int) -> Models:
     policy = shard_on_meta(config, config.model_spec, world_size=world_size)
-    teacher = None
+    teacher = architecture = None
     if config.teacher is not None:
         spec: Any = teacher_spec(config.teacher, config.model)
-        teacher = shard_on_meta(config, spec, world_size=world_size)
+        teacher, architecture = (
+            shard_on_meta(config, spec, world_size=world_size),
+            architecture_of(spec.model),
+        )
     # A reward model is a directory of any supported size; it is counted as large as the policy.
-    return Models(policy, teacher, policy if config.reward_model is not None else None)
+    reward_model = policy if config.reward_model is not None else None
+    return Models(policy, teacher, reward_model, teacher_architecture=architecture)
 
 
 def _bubble(facts: RunFacts) -> float:

@@ -17,7 +17,7 @@ _TRANSIENT = (
     "generator weights",
     "KV cache",
     "generator activations",
-    "tensor in transit",
+    "weights in transit",
 )
 
 
@@ -67,6 +67,8 @@ def _batch(plan: Plan) -> Iterator[str]:
         f"{b.prompts_per_generator:,} prompt(s) each{idle}"
     )
     yield f"  samples            {b.samples:,} per iteration, {b.samples_per_step:,} per step"
+    if b.baselines:
+        yield f"  greedy baselines   {b.baselines:,} per iteration, not trained on"
     yield f"  data ranks         {b.data_ranks:,}, at most {b.samples_per_rank:,} samples each in a step"
     yield (
         f"  rows               at most {b.rows_per_rank:,} of {b.tokens_per_row:,} tokens per data rank and "

@@ -10,6 +10,7 @@ from titan_rl.algorithms.preset import derive_needs
 from titan_rl.config.choice import build
 from titan_rl.generation.vllm import VllmGenerator
 from titan_rl.titan.architecture import Architecture, architecture_of
+from titan_rl.titan.buckets import BUCKET_BYTES
 from titan_rl.titan.sections import section_from_optimizer
 from titan_rl.trainers.layout import Degrees
 
@@ -74,6 +75,7 @@ class RunFacts:
         offloads_policy: Parameters, gradients and optimiser state are in host memory.
         offloads_reference: The reference is in host memory.
         offloads_teacher: The teacher is in host memory.
+        bucket_bytes: Weights that are gathered at once for the generator.
         generator: How completions are sampled.
     """
 
@@ -104,6 +106,7 @@ class RunFacts:
     offloads_policy: bool = False
     offloads_reference: bool = False
     offloads_teacher: bool = False
+    bucket_bytes: int = BUCKET_BYTES
     generator: GeneratorFacts
 
     @property
@@ -155,6 +158,7 @@ def read_run(config: Any, *, world_size: int, device_type: str) -> RunFacts:
         offloads_policy=training.enable_cpu_offload,
         offloads_reference=config.reference.offload_to_cpu,
         offloads_teacher=config.teacher is not None and config.teacher.offload_to_cpu,
+        bucket_bytes=config.weight_sync.bucket_bytes,
         generator=_generator_facts(config, device_type),
     )
 

@@ -10,7 +10,7 @@ from titan_rl.titan.architecture import Architecture, Experts
 from titan_rl.titan.meta_model import ShardSize, ShardSizes
 from titan_rl.tools.plan.activations import layer_bytes, outside_layers
 from titan_rl.tools.plan.arithmetic import batch_plan
-from titan_rl.tools.plan.communication import largest_tensor_bytes, sync_bytes, traffic
+from titan_rl.tools.plan.communication import sync_bytes, traffic, transit_bytes
 from titan_rl.tools.plan.flops import forward_flops_per_token, work
 from titan_rl.tools.plan.generation import generator_memory
 from titan_rl.tools.plan.memory import (
@@ -199,7 +199,7 @@ def test_what_stays_is_counted_from_shards():
     facts = run(world_size=2, needs_reference=True, needs_critic=True, device_type="cpu")
     sizes = model(2)
     generator = generator_memory(facts, numel=sizes.numel, device_bytes=0)
-    items = rank_memory(facts, Models(sizes), generator, largest_tensor_bytes=0).items
+    items = rank_memory(facts, Models(sizes), generator, transit_bytes=0).items
     numel = (80 + 2 * 1000 + 8 + 80) // 2
     assert items["parameters"] == items["gradients"] == items["reference"] == 4 * numel
     assert items["optimiser state"] == 8 * numel + 4 * 5
@@ -212,14 +212,14 @@ def test_what_stays_is_counted_from_shards():
 def test_offloaded_models_take_no_device_memory():
     facts = run(needs_reference=True, offloads_reference=True, offloads_policy=True)
     generator = generator_memory(facts, numel=1, device_bytes=0)
-    items = rank_memory(facts, Models(model()), generator, largest_tensor_bytes=0).items
+    items = rank_memory(facts, Models(model()), generator, transit_bytes=0).items
     assert items["parameters"] == items["gradients"] == items["optimiser state"] == items["reference"] == 0
 
 
 def test_moments_in_bf16_take_half():
     facts = run(moment_bytes=2)
     generator = generator_memory(facts, numel=1, device_bytes=0)
-    items = rank_memory(facts, Models(model()), generator, largest_tensor_bytes=0).items
+    items = rank_memory(facts, Models(model()), generator, transit_bytes=0).items
     assert items["optimiser state"] == 4 * model().numel + 4 * 5
 
 
@@ -239,7 +239,7 @@ def test_stages_hold_their_layers_and_the_rank_that_needs_most_is_found():
         (2, 4, False, True),
     ]
     generator = generator_memory(facts, numel=sizes.numel, device_bytes=0)
-    memory = rank_memory(facts, Models(sizes), generator, largest_tensor_bytes=0)
+    memory = rank_memory(facts, Models(sizes), generator, transit_bytes=0)
     assert memory.pipeline_rank == 1
     assert memory.items["parameters"] == 4 * (2 * 1000 + 8 + 100_000)
 
@@ -247,7 +247,7 @@ def test_stages_hold_their_layers_and_the_rank_that_needs_most_is_found():
 def test_phases_add_up_what_is_there_at_the_same_time():
     facts = run(generator=GeneratorFacts(memory_fraction=0.5, sleeps=True), needs_reference=True)
     generator = generator_memory(facts, numel=model().numel, device_bytes=80 * GIB)
-    memory = rank_memory(facts, Models(model()), generator, largest_tensor_bytes=77)
+    memory = rank_memory(facts, Models(model()), generator, transit_bytes=77)
     i = memory.items
     resident = sum(
         i[n] for n in ("parameters", "gradients", "optimiser state", "reference", "buffers", "context")
@@ -260,7 +260,7 @@ def test_phases_add_up_what_is_there_at_the_same_time():
         dataclasses.replace(facts, generator=GeneratorFacts(memory_fraction=0.5)),
         Models(model()),
         generator,
-        largest_tensor_bytes=77,
+        transit_bytes=77,
     )
     assert awake.total("training") == memory.total("training") + cache
 
@@ -339,29 +339,68 @@ def test_model_parallel_axes_send_hidden_states():
     )  # keys and values, gathered and reduced
 
 
-def test_a_weight_sync_sends_every_tensor_once_and_holds_one():
+def test_a_weight_sync_sends_every_tensor_once():
     facts = run(world_size=4, parallelism={"tensor_parallel_degree": 2})
     assert sync_bytes(facts, model()) == 2168 * 4 * 3 / 4
-    assert largest_tensor_bytes(facts, model()) == 4000
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "expected"),
+    [
+        (2**20, 8672),  # all of the model: half of a bucket takes it
+        (16000, 8672),  # 320 + 4000 and 4000 + 352 bytes, one while the other is read
+        (6000, 4352),  # 320, 4000, 4000, 352: a layer and its neighbour
+        (4000, 4000),  # a layer by itself
+        (100, 4000),  # more than a bucket
+    ],
+)
+def test_a_weight_sync_holds_a_bucket_or_one_larger_tensor(bucket_bytes, expected):
+    facts = run(world_size=4, parallelism={"tensor_parallel_degree": 2}, bucket_bytes=bucket_bytes)
+    assert transit_bytes(facts, model()) == expected
+    assert transit_bytes(run(bucket_bytes=bucket_bytes), model()) == 4000  # not sharded
 
 
 def test_operations_are_two_per_weight_and_token_and_attention():
     facts = run()
-    per_token = forward_flops_per_token(facts, model(), context=40)
+    per_token = forward_flops_per_token(TINY, model(), context=40)
     assert per_token == 2 * (2168 - 80) + 2 * 2 * 4 * 4 * 40
-    tied = run(dataclasses.replace(TINY, is_tied=True))
+    tied = dataclasses.replace(TINY, is_tied=True)
     assert forward_flops_per_token(tied, model(), context=0) == 2 * 2168
     counted = work(
-        dataclasses.replace(facts, needs_old=True, recomputation="full"), model(), batch_plan(facts)
+        dataclasses.replace(facts, needs_old=True, recomputation="full"), Models(model()), batch_plan(facts)
     )
     assert (counted.training, counted.recomputation, counted.scoring) == tuple(
         n * per_token * 480 for n in (3, 1, 1)
     )
 
 
+def test_a_reward_model_and_a_teacher_are_passes_of_their_own_sizes():
+    facts = run()  # 6 prompts of 4 samples of 40 tokens, in two steps
+    batch, larger = batch_plan(facts), model(layer=3000)
+    wider = dataclasses.replace(TINY, dim=16, num_heads=8)
+    models = Models(model(), teacher=larger, reward_model=model(layer=500), teacher_architecture=wider)
+    teacher = forward_flops_per_token(wider, larger, context=40)
+    reward_model = forward_flops_per_token(TINY, model(layer=500), context=40)
+    assert teacher == 2 * (6168 - 80) + 2 * 2 * 8 * 4 * 40
+    assert work(facts, models, batch).scoring == 12 * 40 * (teacher + reward_model)
+    assert work(facts, Models(model()), batch).scoring == 0
+
+
+def test_greedy_baselines_are_generated_and_scored_by_the_reward_model_and_not_trained_on():
+    facts, models = run(), Models(model(), reward_model=model())
+    greedy = dataclasses.replace(facts, needs_baseline=True)
+    assert (batch_plan(facts).baselines, batch_plan(greedy).baselines) == (0, 6)
+    without, with_baselines = (work(f, models, batch_plan(f)) for f in (facts, greedy))
+    completion = 30 * forward_flops_per_token(TINY, model(), context=10 + 15)
+    assert with_baselines.generation - without.generation == 6 * completion
+    scored = forward_flops_per_token(TINY, model(), context=40) * 40
+    assert with_baselines.scoring - without.scoring == 3 * scored  # half of them in each of two steps
+    assert with_baselines.training == without.training
+
+
 def test_a_token_meets_as_many_experts_as_it_is_sent_to():
     sparse = Experts(num_experts=4, top_k=1, hidden_dim=6)
-    moe = run(dataclasses.replace(TINY, hidden_dims=(0, 0), experts=(sparse, sparse)))
+    moe = dataclasses.replace(TINY, hidden_dims=(0, 0), experts=(sparse, sparse))
     sizes = ShardSizes((ShardSize("layers.0.moe.routed_experts.inner_experts.w1_EFD", 400, 400),), {}, 0)
     assert forward_flops_per_token(moe, sizes, context=0) == 2 * 100
 
