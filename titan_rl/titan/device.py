@@ -19,7 +19,7 @@ from torchtitan.protocols import module as titan_module
 from torchtitan.tools import utils as titan_utils
 
 from titan_rl.errors import ConfigError
-from titan_rl.titan import attention, init
+from titan_rl.titan import attention, init, rendezvous
 from titan_rl.titan.versions import check_versions
 
 DEVICE_VARIABLE = "TITAN_RL_DEVICE"
@@ -54,6 +54,7 @@ def install() -> str:
         The device type, ``"cuda"`` or ``"cpu"``.
     """
     check_versions()
+    rendezvous.install()
     device_type = choose_device()
     if device_type == "cpu" and titan_utils.device_type != "cpu":
         _use_cpu_device_module()
