@@ -11,7 +11,7 @@ WORKERS ?= 2
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 1
 SMOLLM2 := models/smollm2-135m
 
-.PHONY: help setup quickstart tiny chain test nightly lint doctor clean
+.PHONY: help setup quickstart tiny chain test nightly faults lint doctor clean
 
 help: ## Show these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -44,6 +44,11 @@ test: lint ## Run lint, then all tests and doctests
 
 nightly: setup ## Run the tests of 8 ranks, which `make test` leaves out
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly tests
+
+faults: setup ## Kill, stop and corrupt runs at every point; results in outputs/faults.jsonl
+	mkdir -p outputs && rm -f outputs/faults.jsonl
+	OMP_NUM_THREADS=1 TITAN_RL_FAULT_RESULTS=$(CURDIR)/outputs/faults.jsonl \
+		$(BIN)/python -m pytest -m "not nightly" tests/faults
 
 doctor: setup ## Say what this machine and this environment can run
 	$(BIN)/titan-rl doctor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,13 @@ def start(
 def torchrun(folder: Path, *overrides: object, ranks: int = 1, **planted: object) -> runs.Run:
     """Start a run with the command that a user types."""
     return runs.torchrun(CONFIGS / "grpo.toml", *_with(planted), *overrides, folder=folder, ranks=ranks)
+
+
+def rank(arguments: list[str]) -> None:
+    """One rank of :mod:`tests.faults.warm_agent`, in its forked process."""
+    code = sys.modules["titan_rl.train"].main(arguments)
+    if code:
+        sys.exit(code)
 
 
 def _with(planted: dict[str, object]) -> list[object]:

@@ -47,7 +47,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         taken.bind(("localhost", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        monkeypatch.setattr(runs, "_free_port", lambda: port)
+        monkeypatch.setattr(runs, "free_port", lambda: port)
         run = jobs.start(tmp_path / "run")
         assert run.wait() == [2], run.tail()
     assert f"MASTER_PORT must be free on this machine; got {port}" in run.output()

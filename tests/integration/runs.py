@@ -29,7 +29,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = Path(__file__).parent / "configs"
-_PRELOAD = [
+PRELOAD = [
     "titan_rl.train",
     "titan_rl.evaluate",
     "titan_rl.trainers.configuration",
@@ -121,7 +121,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def warm_up() -> None:
     """Let the process that others are forked from do its imports now."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
 
 
@@ -160,7 +160,7 @@ def start(
         ranks: Number of processes.
         module: ``titan_rl.train`` or ``titan_rl.evaluate``.
     """
-    return fork(_main, module, _arguments(config, overrides, folder), folder=folder, ranks=ranks)
+    return fork(_main, module, arguments(config, overrides, folder), folder=folder, ranks=ranks)
 
 
 def fork(function: Callable[..., int | None], *arguments: Any, folder: Path, ranks: int = 1) -> Run:
@@ -175,7 +175,7 @@ def fork(function: Callable[..., int | None], *arguments: Any, folder: Path, ran
     context = multiprocessing.get_context("forkserver")
     warm_up()
     run = Run(folder, _log(folder))
-    port = _free_port()
+    port = free_port()
     for rank in range(ranks):
         environment = _ENVIRONMENT | {
             "RANK": str(rank),
@@ -217,10 +217,10 @@ def torchrun(
     if nodes == 1:
         launcher += ["--standalone"]
     else:
-        endpoint = f"localhost:{_free_port()}"
+        endpoint = f"localhost:{free_port()}"
         launcher += [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
         launcher += ["--rdzv-id=nodes", "--local-addr=localhost"]
-    command = [*launcher, "-m", module, *_arguments(config, overrides, folder)]
+    command = [*launcher, "-m", module, *arguments(config, overrides, folder)]
     started = [spawn(command, folder=folder) for _ in range(nodes)]
     return Run(folder, started[0].log, [process for run in started for process in run.processes])
 
@@ -247,7 +247,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _arguments(config: Path, overrides: Sequence[object], folder: Path) -> list[str]:
+def arguments(config: Path, overrides: Sequence[object], folder: Path) -> list[str]:
     keys, values = overrides[::2], overrides[1::2]
     pairs = [*zip(keys, values, strict=True), ("dump_folder", folder)]
     return [str(config), *(part for key, value in pairs for part in (f"--{key}", str(value)))]
@@ -280,7 +280,7 @@ def _num_workers() -> int:
 _ports = itertools.count(os.getpid())  # not those of another session's start
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Below the ports that the system hands out, each once, and others for each worker of pytest-xdist."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
