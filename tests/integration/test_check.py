@@ -18,9 +18,9 @@ def from_the_root(monkeypatch):
     monkeypatch.setenv("TITAN_RL_DEVICE", "cpu")
 
 
-def check(capsys, *overrides):
+def check(capsys, *overrides, config=CONFIG):
     """Exit code, and what the comparisons that differ are about."""
-    code = cli.main(["check", str(CONFIG), *overrides])
+    code = cli.main(["check", str(config), *overrides])
     printed = capsys.readouterr().out
     about = re.findall(r"^(micro-batches|rows|data parallel|layout) .* DIFFERS ", printed, re.MULTILINE)
     assert ("equal within" in printed) == (code == 0)
@@ -67,3 +67,24 @@ def test_two_axes_run_on_four_ranks_and_alone(capsys):
     for title in ("tensor 2", "pipeline 2", "tensor 2 x pipeline 2"):
         assert f"layout         {title} " in printed
     assert "tensor_parallel_degree = 4: each is 2 here" in printed
+
+
+def test_hsdp_and_a_loss_of_whole_sequences(capsys):
+    """GSPO's ratio is of a sequence; the copies of the model and the shards of each are axes of their own."""
+    code, _, printed = check(
+        capsys, "--algorithm.type=gspo", "--parallelism.data_parallel_replicate_degree=2"
+    )
+    assert code == 0
+    for title in ("replicate 2", "shard 2", "replicate 2 x shard 2"):
+        assert f"layout         {title} " in printed
+
+
+def test_a_teacher_needs_no_weights_to_be_checked(capsys):
+    code, _, printed = check(
+        capsys,
+        "--teacher.divergence=forward",
+        "--parallelism.context_parallel_degree=2",
+        config=ROOT / "train_configs" / "tiny_distillation.toml",
+    )
+    assert code == 0
+    assert "layout         shard 2 x context 2 " in printed

@@ -41,6 +41,15 @@ def test_data_parallel_ranks_are_compared_where_the_layout_has_none():
     assert [case.about for case in layouts[1].cases] == ["data parallel", "data parallel"]
 
 
+def test_copies_of_the_whole_model_are_the_data_parallel_ranks_where_it_is_not_sharded():
+    degrees = {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": 4}
+    alone, replicated = layouts_of(ParallelismConfig(**degrees))
+    assert (alone.axes, replicated.axes, replicated.world_size) == ((), ("replicate",), 2)
+    assert [case.about for case in replicated.cases] == ["data parallel", "data parallel", "layout"]
+    both = axes_of(data_parallel_replicate_degree=2)
+    assert both == [(), ("replicate",), ("shard",), ("replicate", "shard")]
+
+
 def test_what_a_pair_of_axes_leaves_out_is_said():
     parallelism = ParallelismConfig(tensor_parallel_degree=8, pipeline_parallel_degree=2)
     notes = not_covered(parallelism, layouts_of(parallelism))
