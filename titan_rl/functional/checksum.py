@@ -44,9 +44,10 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
     whole = num_bytes // 8 // _WORDS * 8 * _WORDS
     blocks = [content[:whole].view(torch.int64).view(-1, _WORDS)]
     if whole < num_bytes:
-        last = content.new_zeros(8 * _WORDS)
-        last[: num_bytes - whole] = content[whole:]
-        blocks.append(last.view(torch.int64).view(1, _WORDS))
+        last = content[whole:]
+        if num_bytes % 8:
+            last = torch.nn.functional.pad(last, (0, -num_bytes % 8))
+        blocks.append(last.view(torch.int64).view(1, -1))  # what it lacks to a block would be zeros
     total, power = num_bytes, 1
     for upper, lower in _block_sums(blocks):
         power = power * _BASE % _MODULUS
@@ -60,18 +61,26 @@ def parameter_checksums(model: torch.nn.Module) -> dict[str, int]:
 
 
 def _block_sums(parts: list[torch.Tensor]) -> list[tuple[int, int]]:
-    """Weighted sums of the upper and the lower halves of each block; parts are int64 ``[R, 2**15]``."""
+    """Weighted sums of the upper and the lower halves of each block; parts are int64 ``[R, W]``."""
     device = parts[0].device
     weights = _weights(device)
     rows = _ROWS_AT_ONCE.get(device.type, 128)
     uppers, wrapped = [], []
     for part in parts:
+        some_weights = weights[: part.shape[1]]
         for some in part.split(rows):
-            uppers.append((some >> 32).mul_(weights).sum(1))
-            wrapped.append((some * weights).sum(1))
+            uppers.append(_weighted_sums(some >> 32, some_weights))
+            wrapped.append(_weighted_sums(some, some_weights))
     sums = zip(torch.cat(uppers).tolist(), torch.cat(wrapped).tolist(), strict=True)
     # A word is 2**32 u + l, and int64 sums wrap around modulo 2**64; the lower sum itself is below 2**63.
     return [(upper, (whole - (upper << 32)) % 2**64) for upper, whole in sums]
+
+
+def _weighted_sums(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Sums ``[R]`` of weighted rows ``[R, W]``, modulo 2**64."""
+    if words.device.type == "cpu":
+        return torch.mv(words, weights)  # one pass; CUDA has no product of integer matrices
+    return (words * weights).sum(1)
 
 
 @functools.cache
