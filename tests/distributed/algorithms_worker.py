@@ -7,8 +7,8 @@ tests/numerics/test_algorithm_invariance.py computes with it in one process; tes
 
 import dataclasses
 import json
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from titan_rl.policy.critic import Critic, build_critic
 from titan_rl.policy.teacher import Teacher
 from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.rollout.samples import to_samples
+from titan_rl.titan.branches import Pieces
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.models import build_sibling, copy_shards
 from titan_rl.titan.sharded_model import ShardedModel
@@ -50,9 +51,10 @@ from titan_rl.trainers.row_shape import row_shape
 from titan_rl.types import Completion, FinishReason, Group, Message, Prompt, Reward, Rollout, Sample, Turn
 
 NAMES = tuple(registries.ALGORITHMS)
-LAYOUTS = ("eight_of_one", "one_of_eight", "packed")
-# Tokens of prompt and completion of every rollout: three groups, uneven throughout, eight rollouts.
-GROUPS = (((2, 10), (2, 1), (2, 6)), ((1, 4), (1, 16), (1, 2)), ((3, 5), (3, 8)))
+LAYOUTS = ("eight_of_one", "one_of_eight", "packed", "shared")
+# Tokens of prompt and completion of every rollout: three groups, uneven throughout, eight rollouts. A prompt
+# of one token leaves siblings nothing to share.
+GROUPS = (((6, 10), (6, 1), (6, 6)), ((1, 4), (1, 16), (1, 2)), ((7, 5), (7, 8)))
 REWARDS = ((1.0, 0.0, 0.25), (2.0, -0.5, 0.75), (0.0, 1.5))
 LONGEST = max(p + c for group in GROUPS for p, c in group)
 COEFFICIENT = 0.1
@@ -129,8 +131,14 @@ def preset_of(name: str) -> AlgorithmPreset:
 
 def lay_out(samples: Sequence[Sample], layout: str) -> list[MicroBatch]:
     """Micro-batches of these samples."""
-    if layout == "packed":
-        return pack(samples, [0.0] * len(samples), token_budget=24, rows_per_micro_batch=1)
+    if layout in ("packed", "shared"):
+        return pack(
+            samples,
+            [0.0] * len(samples),
+            token_budget=24,
+            rows_per_micro_batch=1,
+            share_prompts=layout == "shared",
+        )
     rows = {"eight_of_one": 1, "one_of_eight": 8}[layout]
     return [_padded(samples, start, start + rows) for start in range(0, len(samples), rows)]
 
@@ -242,6 +250,7 @@ class Setup:
                 rows_per_micro_batch=shape.rows,
                 length_multiple=shape.length_multiple,
                 pad_to="token_budget" if shape.is_fixed else "longest",
+                share_prompts=layout == "shared",
             )
         return lay_out(samples, layout)
 
@@ -369,6 +378,38 @@ class Setup:
         critic = leaking(self.critic.model) if batch.returns else nullcontext()
         with leaking(self.rank.policy), critic:
             return self.step(name, batch)
+
+    def misreading_branches(self, name: str, batch: StepBatch, *, fault: str) -> Step:
+        """Rows that share prompts, in a model that takes what follows a prompt for one piece.
+
+        Args:
+            name: Of the algorithm.
+            batch: In the layout ``shared``.
+            fault: ``"masks"``: a completion sees its siblings before it; ``"positions"``: its tokens stand
+                where they lie in the row.
+        """
+        models = [self.rank.policy, *([self.critic.model] if batch.returns else [])]
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(_misreading(model, fault))
+            return self.step(name, batch)
+
+
+@contextmanager
+def _misreading(model: Any, fault: str) -> Iterator[None]:
+    def prepare(rows: Any) -> Any:
+        inputs, kwargs, index = ShardedModel.prepare(model, rows)
+        place = torch.arange(rows.positions.shape[1]).expand_as(rows.positions)
+        running = place - Pieces.of(rows.positions).document_start
+        wrong = {"masks": ("attention_masks", model.parts[0].get_attention_masks(running))}
+        key, value = wrong.get(fault, ("positions", running))
+        return inputs, kwargs | {key: value}, index
+
+    model.prepare = prepare
+    try:
+        yield
+    finally:
+        del model.prepare
 
 
 def unequal(a: Step, b: Step) -> list[str]:

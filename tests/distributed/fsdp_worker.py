@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -360,6 +360,15 @@ def check_gradients(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[s
         ):
             other = Step(directory, **parallel)
             gradients[name] = other.gradients(other.batch("packed"))
+        result["reductions"] = {}
+        for name, parallel in (("sharded", FSDP), ("replicated", HSDP)):
+            other = Step(directory, **parallel)
+            for when in ("every_micro_batch", "last_micro_batch"):
+                other.rank.policy.reduce_gradients(when)
+                case = f"reduced_{when}/{name}"
+                with CommDebugMode() as counted:
+                    gradients[case] = other.gradients(batches["eight_of_one"])
+                result["reductions"][case] = {str(op): n for op, n in counted.get_comm_counts().items()}
     tied = Step(directory, "qwen3_tied")
     gradients["tied"] = tied.gradients(tied.batch("packed"))
     tensors |= {f"gradient/{c}/{name}": g for c, named in gradients.items() for name, g in named.items()}

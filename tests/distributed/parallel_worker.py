@@ -28,6 +28,8 @@ from titan_rl.titan.sharded_model import Hidden, ShardedModel
 from titan_rl.trainers.optimization import StepBatch
 
 NAMES = ("grpo", "gspo", "ppo")
+SHARED = ("ppo",)
+"""Also computed with rows that share prompts; it has a critic and a reference."""
 TP, CP, PP = "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"
 SHARD, REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
 # Context parallelism cuts rows at blocks of 128 tokens. A schedule of two micro-batches of one row is run
@@ -210,6 +212,8 @@ def run(directory: Path) -> None:
         batches = {name: setup.batch(name, "packed") for name in NAMES}
         for name, batch in batches.items():
             keep(f"{layout}/{name}", setup.step(name, batch))
+        for name in SHARED:
+            keep(f"{layout}/shared/{name}", setup.step(name, setup.batch(name, "shared")))
         rest[f"{layout}/micro_batches"] = len(batches["grpo"].micro_batches)
         if layout in FAULTS:
             keep(f"{layout}/fault", faulty(setup, FAULTS[layout], batches["grpo"]))

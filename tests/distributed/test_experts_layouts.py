@@ -57,7 +57,12 @@ def alone(directory):
         for model in MODELS:
             setup = ExpertsSetup(directory, model, **ONE)
             found[model] = experts_worker.compute(setup, PADDED)
-        return SimpleNamespace(found=found, counted=_count(setup), recomputed=_checkpointed(directory))
+        shared = {
+            model: experts_worker.compute(ExpertsSetup(directory, model, **ONE), "shared") for model in MODELS
+        }
+        return SimpleNamespace(
+            found=found, shared=shared, counted=_count(setup), recomputed=_checkpointed(directory)
+        )
 
 
 def read(launched: Path, model: str, layout: str):
@@ -202,6 +207,18 @@ def test_the_biases_of_policy_and_critic_move_alike_in_every_layout(launched, al
         for name, after in expected["after"][model].items():
             assert after != expected["before"][model][name]
             assert got["after"][model][name] == pytest.approx(after, abs=1e-7)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_that_share_prompts_give_the_same_loss_gradients_load_and_biases(alone, model):
+    (tensors, got), (_, expected) = alone.shared[model], alone.found[model]
+    for name in NAMES:
+        assert unequal(step_of(tensors, got, name), step_of(*alone.found[model], name)) == []
+        assert got[name]["loss"] == pytest.approx(expected[name]["loss"], rel=1e-5, abs=5e-7)
+    for kind in ("policy", "critic"):  # a prompt's tokens count once for each sample that has them
+        assert got["balance"]["load"][kind] == pytest.approx(expected["balance"]["load"][kind], rel=1e-6)
+        for name, after in expected["balance"]["after"][kind].items():
+            assert got["balance"]["after"][kind][name] == pytest.approx(after, abs=1e-7)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -168,6 +168,31 @@ def test_gradients_are_equal_when_weights_are_resharded_after_forward_or_replica
     assert unequal(gradients(launch.sharded, case), gradients(launch.alone, "one_of_eight")) == []
 
 
+WHEN = ("every_micro_batch", "last_micro_batch")
+
+
+@pytest.mark.parametrize("axis", ["sharded", "replicated"])
+@pytest.mark.parametrize("when", WHEN)
+def test_gradients_are_equal_whenever_they_are_reduced(launch, axis, when):
+    got = gradients(launch.sharded, f"reduced_{when}/{axis}")
+    assert unequal(got, gradients(launch.alone, "one_of_eight")) == []
+
+
+def test_gradients_travel_once_per_step_or_once_per_micro_batch(launch):
+    micro_batches = launch.two[0]["step"]["micro_batches"]["eight_of_one"]
+    assert micro_batches == 4
+    counts = launch.two[0]["step"]["reductions"]
+
+    def reductions(axis: str, operation: str) -> list[int]:
+        found = [counts[f"reduced_{when}/{axis}"] for when in WHEN]
+        return [sum(n for name, n in of.items() if operation in name) for of in found]
+
+    every, last = reductions("sharded", "reduce_scatter")
+    assert every == micro_batches * last > 0
+    every, last = reductions("replicated", "allreduce")
+    assert every == last > 0  # the sum over replicas waits in any case
+
+
 def test_gradients_of_tied_weights_with_normed_heads_are_equal_on_one_rank_and_two(launch):
     assert unequal(gradients(launch.sharded, "tied"), gradients(launch.alone, "tied")) == []
 

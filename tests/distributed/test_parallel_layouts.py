@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from tests.distributed import algorithms_worker, launching, parallel_worker
 from tests.distributed.algorithms_worker import Step, unequal
-from tests.distributed.parallel_worker import FAULTS, LAYOUTS, NAMES, SAVED_UNDER
+from tests.distributed.parallel_worker import FAULTS, LAYOUTS, NAMES, SAVED_UNDER, SHARED
 
 pytestmark = pytest.mark.slow
 NIGHTLY = pytest.param(8, marks=pytest.mark.nightly)
@@ -88,6 +88,14 @@ def test_every_layout_gives_the_loss_metrics_and_gradients_of_one_rank(launched,
     launch = launched(world_size)
     for layout in LAYOUTS[world_size]:
         check_equal(step(launch, f"{layout}/{name}"), expected[name])
+
+
+@pytest.mark.parametrize("world_size", [2, 4, NIGHTLY])
+@pytest.mark.parametrize("name", SHARED)
+def test_every_layout_gives_the_same_with_rows_that_share_prompts(launched, expected, world_size, name):
+    launch = launched(world_size)
+    for layout in LAYOUTS[world_size]:
+        check_equal(step(launch, f"{layout}/shared/{name}"), expected[name])
 
 
 @pytest.mark.parametrize("layout", FAULTS)

@@ -19,13 +19,16 @@ class MicroBatch:
     Attributes:
         input_ids: ``[B, T]`` int64 token ids; 0 in the padding.
         positions: ``[B, T]`` int64, 0, 1, 2, ... from the start of each document; the padding at the end of a
-            row is a document too. So attention can be kept inside documents from this tensor alone.
+            row is a document too. A sample that shares its prompt with the document before it begins with the
+            prompt's last token, at that token's position. So attention can be kept inside samples from this
+            tensor alone.
         targets: ``[B, T]`` int64, the next token of the same document where it is trained, else 0.
         loss_mask: ``[B, T]`` bool, True at ``t`` when ``targets[t]`` is trained.
         generator_logprobs: ``[B, T]`` fp32 natural logarithms of ``targets``; 0 where not trained.
         advantages: ``[B, T]`` fp32, the sample's advantage where a token is trained, else 0.
         sample_index: ``[B, T]`` int64, index into the list of samples that was packed; -1 in the padding.
-        document_lengths: Per row, the lengths of its samples in order, without the padding.
+        document_lengths: Per row, the lengths of its samples in order, without the padding and without the
+            tokens that they share with the sample before them.
     """
 
     input_ids: torch.Tensor

@@ -2,14 +2,14 @@
 
 TorchTitan's FlexAttention has no backward pass on a CPU. :class:`CpuDocumentAttention` takes its place: a
 row holds several documents, each attends only within itself, and each is one causal
-``scaled_dot_product_attention``, so that no mask over the whole row exists. Sliding windows and other
-masks that are not plain causal documents fall back to a dense mask.
+``scaled_dot_product_attention``, so that no mask over the whole row exists. A branch of a document also
+attends to its prefix. Sliding windows and other masks fall back to a dense mask.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,25 +18,90 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torchtitan.models.common.attention import FlexAttention
 
+from titan_rl.titan.branches import Pieces, branch_mask_mod, has_branches
+
 _BUCKET_GROWTH = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentSpans:
-    """Where documents lie in the rows of a batch, in buckets of similar length.
-
-    A bucket of n documents of at most L tokens is computed as one batch ``[n, L]``. Shorter documents are
-    filled up at their end, where causal attention never looks from a real token.
+class Stretches:
+    """n stretches of at most L consecutive tokens, filled up at their end to ``[n, L]``.
 
     Attributes:
-        num_tokens: B * T, tokens of the batch.
-        gather: Per bucket the flat token indices ``[n, L]``; filled up with each document's last token.
-        scatter: Per bucket the positions ``[m]`` of the m real tokens among the n * L.
+        gather: Flat token indices ``[n, L]``; filled up with each stretch's last token.
+        scatter: Positions ``[m]`` of the m real tokens among the n * L.
+        tokens: Flat indices ``[m]`` of the real tokens, each once.
+    """
+
+    gather: torch.Tensor
+    scatter: torch.Tensor
+    tokens: torch.Tensor
+
+    @classmethod
+    def of(cls, starts: torch.Tensor, lengths: torch.Tensor) -> Stretches:
+        """From flat starts ``[n]`` and lengths ``[n]``, at least 1."""
+        offsets = torch.arange(int(lengths.max()), device=starts.device)
+        is_real = offsets < lengths[:, None]
+        gather = starts[:, None] + torch.minimum(offsets, lengths[:, None] - 1)
+        scatter = is_real.reshape(-1).nonzero().squeeze(1)
+        return cls(gather, scatter, gather.reshape(-1)[scatter])
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """n branches of similar length, whose prefixes are of similar length too.
+
+    Attributes:
+        own: Their own tokens, at most L.
+        prefix: The f prefixes, at most S tokens, each once however many branches have it.
+        prefix_of: ``[n]``, which of the prefixes.
+        mask: ``[n, 1, L, S + L]`` bool, or ``[1, 1, L, S + L]`` when all prefixes have S tokens: True where a
+            token sees one of the prefix (first) or of its own branch.
+    """
+
+    own: Stretches
+    prefix: Stretches
+    prefix_of: torch.Tensor
+    mask: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, starts: torch.Tensor, lengths: torch.Tensor, prefix_starts: torch.Tensor, prefixes: torch.Tensor
+    ) -> Branches:
+        """From flat starts and lengths ``[n]``, of the branches and of their prefixes."""
+        distinct, prefix_of = torch.unique(torch.stack([prefix_starts, prefixes]), dim=1, return_inverse=True)
+        longest, own_length = int(prefixes.max()), int(lengths.max())
+        sees_prefix = torch.arange(longest, device=starts.device) < prefixes[:, None]
+        if bool((prefixes == longest).all()):
+            sees_prefix = sees_prefix[:1]
+        sees_own = torch.ones(own_length, own_length, dtype=torch.bool, device=starts.device).tril()
+        mask = torch.cat(
+            [
+                sees_prefix[:, None, None].expand(-1, 1, own_length, -1),
+                sees_own.expand(len(sees_prefix), 1, -1, -1),
+            ],
+            dim=-1,
+        )
+        return cls(Stretches.of(starts, lengths), Stretches.of(distinct[0], distinct[1]), prefix_of, mask)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentSpans:
+    """Where documents and their branches lie in the rows of a batch, in buckets of similar length.
+
+    A bucket of n documents of at most L tokens is computed as one batch ``[n, L]``. Shorter documents are
+    filled up at their end, where causal attention never looks from a real token. Branches are computed
+    likewise, their keys and values after those of their prefix (:mod:`titan_rl.titan.branches`).
+
+    Attributes:
+        num_tokens: B * T, tokens of the batch; each is in one document or one branch.
+        documents: Buckets.
+        branches: Buckets.
     """
 
     num_tokens: int
-    gather: tuple[torch.Tensor, ...]
-    scatter: tuple[torch.Tensor, ...]
+    documents: tuple[Stretches, ...]
+    branches: tuple[Branches, ...]
 
     @classmethod
     def from_positions(cls, positions: torch.Tensor) -> DocumentSpans:
@@ -45,24 +110,49 @@ class DocumentSpans:
         Args:
             positions: ``[B, T]`` integers, position of each token in its document.
 
+        Raises:
+            ValueError: a branch continues more tokens than stand before it in its document.
+
         >>> spans = DocumentSpans.from_positions(torch.tensor([[0, 1, 2, 0, 1]]))
-        >>> [bucket.tolist() for bucket in spans.gather]
+        >>> [bucket.gather.tolist() for bucket in spans.documents]
         [[[3, 4]], [[0, 1, 2]]]
         """
-        is_start = positions == 0
-        is_start[:, 0] = True
-        starts = is_start.reshape(-1).nonzero().squeeze(1)
-        ends = torch.cat([starts[1:], starts.new_tensor([positions.numel()])])
-        lengths = ends - starts
-        gather, scatter = [], []
-        for chosen in _buckets(lengths.tolist()):
-            index = torch.tensor(chosen, device=positions.device)
-            longest = int(lengths[index].max())
-            offsets = torch.arange(longest, device=positions.device)
-            is_real = offsets < lengths[index, None]
-            gather.append(starts[index, None] + torch.minimum(offsets, lengths[index, None] - 1))
-            scatter.append(is_real.reshape(-1).nonzero().squeeze(1))
-        return cls(positions.numel(), tuple(gather), tuple(scatter))
+        pieces = Pieces.of(positions)
+        row = torch.arange(positions.numel(), device=positions.device).view_as(positions)[:, :1]
+        piece_start = (pieces.piece_start + row).reshape(-1)
+        starts, lengths = torch.unique_consecutive(piece_start, return_counts=True)
+        document_starts = (pieces.document_start + row).reshape(-1)[starts]
+        prefixes = (pieces.prefix_end + row).reshape(-1)[starts] - document_starts
+        is_branch = starts != document_starts
+        length_of = dict(zip(starts.tolist(), lengths.tolist(), strict=True))
+        for start, prefix in zip(
+            document_starts[is_branch].tolist(), prefixes[is_branch].tolist(), strict=True
+        ):
+            if not 0 < prefix <= length_of[start]:
+                raise ValueError(
+                    f"positions must restart within the document's {length_of[start]} tokens; got {prefix}."
+                )
+        documents = [
+            Stretches.of(starts[index], lengths[index])
+            for index in _indices(~is_branch, [lengths], positions.device)
+        ]
+        branches = [
+            Branches.of(starts[index], lengths[index], document_starts[index], prefixes[index])
+            for index in _indices(is_branch, [prefixes, lengths], positions.device)
+        ]
+        return cls(positions.numel(), tuple(documents), tuple(branches))
+
+
+def _indices(chosen: torch.Tensor, sizes: list[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+    """Indices of the chosen pieces in buckets that are of similar size in every respect."""
+    indices = chosen.nonzero().squeeze(1).tolist()
+    buckets = [indices]
+    for size in sizes:
+        values = size.tolist()
+        buckets = [
+            [bucket[i] for i in part] for bucket in buckets for part in _buckets([values[i] for i in bucket])
+        ]
+    return (torch.tensor(bucket, device=device) for bucket in buckets)
 
 
 def _buckets(lengths: list[int]) -> list[list[int]]:
@@ -137,41 +227,65 @@ def _attend_per_document(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    documents: DocumentSpans,
+    spans: DocumentSpans,
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Causal attention of every document by itself; tensors are ``[B, L, N, H]``."""
-    flat = [x.flatten(0, 1) for x in (query, key, value)]
-    out = flat[0].new_zeros(documents.num_tokens, query.shape[2], value.shape[-1])
-    for gather, scatter in zip(documents.gather, documents.scatter, strict=True):
-        bucket = [_GatherDocuments.apply(x, gather, scatter).transpose(1, 2) for x in flat]
-        part = F.scaled_dot_product_attention(*bucket, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-        real = part.transpose(1, 2).flatten(0, 1).index_select(0, scatter)
-        out = out.index_copy(0, gather.reshape(-1)[scatter], real)
-    return out.view(*query.shape[:3], value.shape[-1])
+    """Causal attention of every document by itself, and of branches to their prefix; ``[B, L, N, H]``."""
+    own = [*spans.documents, *(bucket.own for bucket in spans.branches)]
+    prefixes = [bucket.prefix for bucket in spans.branches]
+    queries = _gather(query, own)
+    keys, values = (_gather(x, [*own, *prefixes]) for x in (key, value))
+    parts = []
+    for number, stretches in enumerate(own):
+        bucket = [queries[number], keys[number], values[number]]
+        options: dict[str, Any] = {"is_causal": True}
+        branch = number - len(spans.documents)
+        if branch >= 0:
+            prefix_of = spans.branches[branch].prefix_of
+            for place, tensors in ((1, keys), (2, values)):
+                prefix = tensors[len(own) + branch].index_select(0, prefix_of)
+                bucket[place] = torch.cat([prefix, bucket[place]], dim=1)
+            options = {"attn_mask": spans.branches[branch].mask}
+        part = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in bucket), scale=scale, enable_gqa=enable_gqa, **options
+        )
+        parts.append(part.transpose(1, 2).flatten(0, 1).index_select(0, stretches.scatter))
+    tokens = torch.cat([stretches.tokens for stretches in own])
+    out = query.new_zeros(spans.num_tokens, query.shape[2], value.shape[-1])
+    return out.index_copy(0, tokens, torch.cat(parts)).view(*query.shape[:3], value.shape[-1])
 
 
-class _GatherDocuments(torch.autograd.Function):
-    """``x[gather]``, with a gradient that leaves the filled-up places out.
+def _gather(x: torch.Tensor, stretches: Sequence[Stretches]) -> tuple[torch.Tensor, ...]:
+    """``[n, L, N, H]`` of ``[B, L, N, H]`` for each of the stretches."""
+    return _GatherStretches.apply(x.flatten(0, 1), stretches)
+
+
+class _GatherStretches(torch.autograd.Function):
+    """``x[gather]`` for several buckets, with a gradient that leaves the filled-up places out.
 
     No real query attends to a filled-up key and the outputs of filled-up queries are dropped, so their
-    gradients are zero; without them no token occurs twice and no slow accumulating scatter is needed.
+    gradients are zero; without them no token occurs twice in a bucket and no slow accumulating scatter is
+    needed. In several buckets a token occurs when it is in a document and in the prefix of branches.
     """
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, x: torch.Tensor, gather: torch.Tensor, scatter: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(gather, scatter)
-        ctx.shape = x.shape
-        return x.index_select(0, gather.reshape(-1)).view(*gather.shape, *x.shape[1:])
+        ctx: Any, x: torch.Tensor, stretches: Sequence[Stretches]
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.stretches, ctx.shape = stretches, x.shape
+        return tuple(
+            x.index_select(0, part.gather.reshape(-1)).view(*part.gather.shape, *x.shape[1:])
+            for part in stretches
+        )
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyrefly: ignore[bad-override]
-        gather, scatter = ctx.saved_tensors
-        real = grad.flatten(0, 1).index_select(0, scatter)
-        return grad.new_zeros(ctx.shape).index_copy_(0, gather.reshape(-1)[scatter], real), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyrefly: ignore[bad-override]
+        total = grads[0].new_zeros(ctx.shape)
+        for part, grad in zip(ctx.stretches, grads, strict=True):
+            rows = grad.flatten(0, 1).index_select(0, part.scatter)
+            total.index_copy_(0, part.tokens, rows.add_(total.index_select(0, part.tokens)))
+        return total, None
 
 
 def _dense_mask(mask: BlockMask, num_queries: int, num_keys: int) -> torch.Tensor:
@@ -202,22 +316,34 @@ def use_cpu_attention(model_config: Any, *, per_document: bool = True) -> None:
             setattr(parent, attribute, swapped)
 
 
-def install(titan_attention: types.ModuleType, titan_decoder: types.ModuleType) -> None:
-    """Make TorchTitan build :class:`DocumentSpans` for packed documents, and other masks without a compiler.
+def install_on_cpu(titan_attention: types.ModuleType) -> None:
+    """Make TorchTitan build block masks without a compiler.
 
     Args:
         titan_attention: The module ``torchtitan.models.common.attention``.
-        titan_decoder: The module ``torchtitan.models.common.decoder``.
     """
     attention: Any = titan_attention
     attention._compiled_create_block_mask = create_block_mask
+
+
+def install(titan_decoder: types.ModuleType) -> None:
+    """Make TorchTitan's masks of packed documents know branches, and be :class:`DocumentSpans` on a CPU.
+
+    Args:
+        titan_decoder: The module ``torchtitan.models.common.decoder``.
+    """
     decoder = titan_decoder.Decoder
     original = decoder._create_flex_attention_mask_for_document
+    if getattr(original, "_knows_branches", False):
+        return  # installed already
 
     def document_mask(self: Any, positions: torch.Tensor, attn_config: Any) -> DocumentSpans | BlockMask:
         inner = attn_config.inner_attention
         if isinstance(inner, CpuDocumentAttention.Config) and inner.per_document:
             return DocumentSpans.from_positions(positions)
+        if has_branches(positions):
+            return self._create_flex_attention_mask(positions, attn_config, [branch_mask_mod(positions)])
         return original(self, positions, attn_config)
 
+    document_mask._knows_branches = True  # type: ignore[attr-defined]
     decoder._create_flex_attention_mask_for_document = document_mask

@@ -1,7 +1,8 @@
 """Which device a run uses, and what TorchTitan 0.3.0 needs to run on a CPU with gloo.
 
-On an accelerator this module changes nothing. On a CPU, :func:`install` makes four adjustments, each
-named where it is made: the device module, FSDP's reduction, attention, and random initialisation.
+On an accelerator this module changes one thing: masks of packed documents know branches. On a CPU,
+:func:`install` makes four more adjustments, each named where it is made: the device module, FSDP's reduction,
+attention, and random initialisation.
 """
 
 import os
@@ -56,10 +57,11 @@ def install() -> str:
     check_versions()
     rendezvous.install()
     device_type = choose_device()
+    attention.install(titan_decoder)
     if device_type == "cpu" and titan_utils.device_type != "cpu":
         _use_cpu_device_module()
         _sum_gradients_without_premultiply()
-        attention.install(titan_attention, titan_decoder)
+        attention.install_on_cpu(titan_attention)
         init.install(titan_module)
         # TorchTitan's routers ask for fp32 in a form that a CPU does not have, and compute as the layers do.
         warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")

@@ -3,8 +3,8 @@
 TorchTitan balances experts without an auxiliary loss: before each optimiser step a hook moves every router's
 bias by the sign of each expert's load against the mean (Wang et al. 2024, arXiv 2408.15664). It counts every
 token that passes while the model is in training mode. In RL that would count scoring passes, padding, and the
-rows that fill up a step; counted here are the real tokens of the passes that are trained on, and TorchTitan's
-hook gets these.
+rows that fill up a step; counted here are the real tokens of the passes that are trained on, a token that
+several samples share once for each, and TorchTitan's hook gets these.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RouterLoad:
         self._blocks = {f"layers.{name}": block for part in parts for name, block in _blocks(part)}
         self._counts = [torch.zeros_like(local(moe.tokens_per_expert_E)) for moe in self._mixtures()]
         # The tensor itself is kept, or its number could come to be another one's.
-        self._is_real: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._current: torch.Tensor | None = None
         for part in parts:
             part.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -47,18 +47,18 @@ class RouterLoad:
     def _mixtures(self) -> Iterator[Any]:
         return (block.moe for block in self._blocks.values())
 
-    def expect(self, positions: torch.Tensor, is_real: torch.Tensor) -> None:
-        """Say which tokens of a micro-batch count, before it is trained on. Of others none does.
+    def expect(self, positions: torch.Tensor, weights: torch.Tensor) -> None:
+        """Say what the tokens of a micro-batch count, before it is trained on. Of others none does.
 
         Args:
             positions: The tensor that the model is called with; it tells the micro-batches apart, also from
                 the pass with which a pipeline first learns its shapes.
-            is_real: ``[B, t]`` bool, False in the padding.
+            weights: ``[B, t]``, the number of samples that a token is of; 0 in the padding.
         """
-        self._is_real[id(positions)] = positions, is_real.float()
+        self._weights[id(positions)] = positions, weights.float()
 
     def _enter(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._current = self._is_real.get(id(kwargs.get("positions")), (None, None))[1]
+        self._current = self._weights.get(id(kwargs.get("positions")), (None, None))[1]
 
     def _counter(self, counts: torch.Tensor) -> Any:
         def count(router: nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -67,8 +67,8 @@ class RouterLoad:
             if self._current is None or not torch.is_grad_enabled() or is_again:
                 return
             experts = local(output[1].detach())  # [B, t, K]; t of this tensor-parallel rank's own tokens
-            is_real = self._own_tokens(self._current, experts.shape[1])
-            counts.scatter_add_(0, experts.flatten(), is_real[..., None].expand_as(experts).flatten())
+            weights = self._own_tokens(self._current, experts.shape[1])
+            counts.scatter_add_(0, experts.flatten(), weights[..., None].expand_as(experts).flatten())
 
         return count
 
@@ -87,7 +87,7 @@ class RouterLoad:
         Returns:
             By layer, the assignments to each expert over all ranks and micro-batches.
         """
-        self._is_real.clear()
+        self._weights.clear()
         self._current = None
         if not self._counts:
             return {}

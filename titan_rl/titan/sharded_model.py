@@ -11,7 +11,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torchtitan.distributed.spmd_types import annotate_input_spmd_types
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 
+from titan_rl.titan.branches import has_branches, knows_branches, sharers
 from titan_rl.titan.buckets import BUCKET_BYTES, full_buckets, one_by_one
 from titan_rl.titan.pipeline import Pipeline
 from titan_rl.titan.router_load import RouterLoad
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
 Metrics = dict[str, torch.Tensor]
+ReduceGradients = Literal["auto", "every_micro_batch", "last_micro_batch"]
+MOST_DEFERRED_BYTES = 2**30
+"""``"auto"``: the whole gradient of a model is kept on every rank up to this size."""
 
 
 class Rows(Protocol):
@@ -123,6 +127,7 @@ class ShardedModel:
             schedule: The pipeline schedule of its stages; None without pipeline parallelism.
         """
         self.parts, self._config = list(parts), model_config
+        self._knows_branches = knows_branches(model_config)
         self._dims, self._parallelism = trainer.parallel_dims, trainer.config.parallelism
         self._device, self._train_context = trainer.device, trainer.train_context
         self._dtype = TORCH_DTYPE_MAP[trainer.config.training.mixed_precision_param]
@@ -141,12 +146,28 @@ class ShardedModel:
         self._context_mesh = context_mesh
         self._context_group = None if context_mesh is None else context_mesh.get_group()
         self._router_load: RouterLoad | None = None
+        # TorchTitan reduces in fp32; a parameter counts whole here, however it is sharded.
+        gradient_bytes = sum(4 * parameter.numel() for parameter in self.parameters())
+        self._defers_reduction = gradient_bytes <= MOST_DEFERRED_BYTES
 
     @classmethod
     def of_trainer(cls, trainer: Trainer) -> ShardedModel:
         """The model that a trainer trains."""
         schedule = getattr(trainer, "pp_schedule", None)
         return cls(trainer, trainer.model_parts, trainer.model_config, schedule=schedule)
+
+    def reduce_gradients(self, when: ReduceGradients) -> None:
+        """Choose when :meth:`forward_backward` adds gradients up over ranks; ``"auto"`` until it is called.
+
+        Reduced only after the last micro-batch, they travel once per step, but until then every rank keeps
+        the whole gradient of the model instead of its shard. The sum over replicas (HSDP) waits for the last
+        micro-batch in any case, because that takes no memory, and so does a pipeline's schedule.
+
+        Args:
+            when: ``"auto"``: after the last one where the whole gradient takes at most 1 GiB.
+        """
+        if when != "auto":
+            self._defers_reduction = when == "last_micro_batch"
 
     def skip_head(self) -> None:
         """Make the model give hidden states; the head is applied by what they are given to."""
@@ -243,12 +264,21 @@ class ShardedModel:
                 )
         metrics = []
         for number, rows in enumerate(batches):
+            self._hold_reduction(is_last=number == len(batches) - 1)
             inputs, kwargs, index = self.prepare(rows)
             with self._train_context():
                 value, measured = loss(number, Hidden(self.parts[0](inputs, **kwargs), index))
                 value.backward()
             metrics.append(measured)
         return metrics
+
+    def _hold_reduction(self, *, is_last: bool) -> None:
+        """Whether the next backward pass adds gradients up over ranks, those of the passes before it too."""
+        for part in self.parts:
+            if isinstance(part, FSDPModule) and self._defers_reduction:
+                part.set_requires_gradient_sync(is_last)
+            elif isinstance(part, FSDPModule):
+                part.set_requires_all_reduce(is_last)
 
     @torch.no_grad()
     def scores(
@@ -365,8 +395,13 @@ class ShardedModel:
 
         Returns:
             This rank's tokens, the model's keyword arguments, and the tokens' places in their rows.
+
+        Raises:
+            ValueError: rows share prompts, which the model's attention cannot follow.
         """
         inputs, positions = rows.input_ids, rows.positions
+        if not self._knows_branches and has_branches(positions):
+            raise ValueError("This model's attention cannot follow positions that restart within a document.")
         index = torch.arange(inputs.shape[1], device=inputs.device).repeat(inputs.shape[0], 1)
         kwargs: dict[str, Any] = {"positions": positions}
         attention = getattr(self._config.first_attention, "inner_attention", None)
@@ -386,7 +421,8 @@ class ShardedModel:
         if self._parallelism.spmd_backend == "spmd_types":
             inputs, index, kwargs = annotate_input_spmd_types(self._dims, inputs, index, kwargs)
         if self._router_load is not None and torch.is_grad_enabled():
-            self._router_load.expect(kwargs["positions"], (rows.sample_index >= 0).gather(1, index))
+            weights = sharers(positions) * (rows.sample_index >= 0)
+            self._router_load.expect(kwargs["positions"], weights.gather(1, index))
         return inputs, kwargs, index
 
 

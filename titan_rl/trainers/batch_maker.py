@@ -18,7 +18,7 @@ from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.trainers import initial_weights
 from titan_rl.trainers.credit import Credit, RolloutKey, mean_by_rollout
 from titan_rl.trainers.optimization import StepBatch, align_ranks, score_batch
-from titan_rl.trainers.row_shape import row_shape
+from titan_rl.trainers.row_shape import row_shape, shares_prompts
 from titan_rl.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class BatchMaker:
             trainer: Whose policy has its initial weights; the reference is a copy of them.
         """
         self._trainer, config, kl = trainer, trainer.config, trainer.loss_fn.kl
+        self._shares_prompts = shares_prompts(config)
         self._old = self._scorer(trainer.policy)
         self._reference: LogprobScorer | None = None
         if trainer.needs.reference:
@@ -95,7 +96,9 @@ class BatchMaker:
         if may_skip and not self._credit.needs_scores:
             chosen = [index for index in chosen if advantages[index] != 0.0]
         packed = [samples[index] for index in chosen]
-        micro_batches = self.pack(packed, [advantages[index] for index in chosen])
+        micro_batches = self.pack(
+            packed, [advantages[index] for index in chosen], share_prompts=self._shares_prompts
+        )
         trainer.report.count_padding(padding_fraction(micro_batches), len(micro_batches))
         batch = align_ranks(
             micro_batches,
@@ -134,12 +137,15 @@ class BatchMaker:
             )
         return self._old
 
-    def pack(self, samples: Sequence[Sample], advantages: Sequence[float]) -> list[MicroBatch]:
+    def pack(
+        self, samples: Sequence[Sample], advantages: Sequence[float], *, share_prompts: bool = False
+    ) -> list[MicroBatch]:
         """Rows as this run's layout takes them.
 
         Args:
             samples: What to score or train on.
             advantages: One a sample.
+            share_prompts: Whether siblings' prompt stands in a row once.
         """
         config = self._trainer.config
         shape = row_shape(config)
@@ -150,6 +156,7 @@ class BatchMaker:
             rows_per_micro_batch=shape.rows,
             length_multiple=shape.length_multiple,
             pad_to="token_budget" if shape.is_fixed else config.batching.pad_to,
+            share_prompts=share_prompts,
         )
 
     def _scorer(self, model: ShardedModel) -> LogprobScorer:

@@ -14,6 +14,7 @@ from titan_rl.rewards.spec import RewardSpec, check_specs
 from titan_rl.titan.architecture import architecture_of
 from titan_rl.trainers.layout import Degrees
 from titan_rl.trainers.layout_checks import contradictions
+from titan_rl.trainers.row_shape import shares_prompts
 
 if TYPE_CHECKING:
     from titan_rl.algorithms.interfaces import Needs
@@ -64,6 +65,7 @@ def _checks(config: RLTrainer.Config, device_type: str) -> list[Callable[[], Non
         lambda: _check_device(config, device_type),
         lambda: _check_algorithm(config),
         lambda: _check_shaping(config),
+        lambda: _check_batching(config),
     ]
 
 
@@ -257,6 +259,11 @@ def _check_shaping(config: RLTrainer.Config) -> None:
             config.refill.max_rounds,
             "Set sampling.group_size = 8, or refill.max_rounds = 0.",
         )
+
+
+def _check_batching(config: RLTrainer.Config) -> None:
+    if config.batching.share_prompts == "on":
+        shares_prompts(config)  # raises
 
 
 def _check_device(config: RLTrainer.Config, device_type: str) -> None:

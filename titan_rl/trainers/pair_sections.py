@@ -38,14 +38,6 @@ class PairDataSection:
 
 
 @dataclass(kw_only=True, slots=True)
-class PairBatchingSection:
-    """Table ``[batching]``. Rows hold up to ``training.seq_len`` tokens."""
-
-    pad_to: Literal["longest", "token_budget"] = "longest"
-    """Length of a micro-batch's rows: its longest row, or always the budget (one shape, for compilation)."""
-
-
-@dataclass(kw_only=True, slots=True)
 class PairEvaluationSection:
     """Table ``[evaluation]``: held-out preferences, before the first step, every so often, and last."""
 

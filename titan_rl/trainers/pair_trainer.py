@@ -37,13 +37,13 @@ from titan_rl.trainers.pair_batches import PairBatch, align_ranks, make_batches
 from titan_rl.trainers.pair_data import PairData, PairSplit, num_sides, open_pair_data, share
 from titan_rl.trainers.pair_reporting import PairReporter
 from titan_rl.trainers.pair_sections import (
-    PairBatchingSection,
     PairDataSection,
     PairEvaluationSection,
     PairResilienceSection,
 )
 from titan_rl.trainers.resilient import ResilientTrainer
 from titan_rl.trainers.row_shape import row_shape
+from titan_rl.trainers.sections import BatchingSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class PairTrainer(ResilientTrainer):
         """Which model."""
         data: PairDataSection = field(default_factory=PairDataSection)
         """Preferences."""
-        batching: PairBatchingSection = field(default_factory=PairBatchingSection)
+        batching: BatchingSection = field(default_factory=BatchingSection)
         """How completions become rows."""
         evaluation: PairEvaluationSection = field(default_factory=PairEvaluationSection)
         """Held-out preferences."""
@@ -136,6 +136,7 @@ class PairTrainer(ResilientTrainer):
         finally:
             config.loss = loss_config
         self.policy = ShardedModel.of_trainer(self)
+        self.policy.reduce_gradients(config.batching.reduce_gradients)
         self.policy.watch_routers()
         self.collectives = Collectives(self.parallel_dims, self.device)
         if self.config.checkpoint.enable:  # otherwise TorchTitan's checkpointer has no states

@@ -81,6 +81,7 @@ class RLTrainer(ResilientTrainer):
         earlier_start.check_resume(config, self.state, name="rl_state")
         super().__init__(config)
         self.policy = ShardedModel.of_trainer(self)
+        self.policy.reduce_gradients(config.batching.reduce_gradients)
         self.policy.watch_routers()
         self.policy.skip_head()  # it is applied to trained tokens only, in chunks
         self.collectives = Collectives(self.parallel_dims, self.device)
@@ -357,6 +358,7 @@ class RLTrainer(ResilientTrainer):
             seed=self.run_seed,
             total_steps=self.config.training.steps,
         )
+        critic.model.reduce_gradients(self.config.batching.reduce_gradients)
         if self.config.checkpoint.enable:
             self.checkpointer.states["critic"] = critic
         return critic

@@ -26,10 +26,10 @@ from titan_rl.titan.models import ModelSection
 from titan_rl.trainers.data_loaders import NoDataLoader
 from titan_rl.trainers.sections import (
     AlgorithmSection,
-    BatchingSection,
     DataSection,
     ReferenceSection,
     RewardModelSection,
+    RLBatchingSection,
     RLResilienceSection,
     SamplingSection,
 )
@@ -75,7 +75,7 @@ class RLConfig(Trainer.Config):
     """The engine that samples."""
     weight_sync: WeightSyncSection = field(default_factory=WeightSyncSection)
     """Bounds of the handshake."""
-    batching: BatchingSection = field(default_factory=BatchingSection)
+    batching: RLBatchingSection = field(default_factory=RLBatchingSection)
     """How samples become rows."""
     reference: ReferenceSection = field(default_factory=ReferenceSection)
     """The frozen model of the KL term."""

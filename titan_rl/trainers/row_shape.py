@@ -1,4 +1,4 @@
-"""What rows the parallel layout of a run asks for."""
+"""What rows the parallel layout of a run asks for, and whether siblings share a prompt in them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from titan_rl.errors import ConfigError
+from titan_rl.policy.teacher import teacher_spec
+from titan_rl.titan.branches import knows_branches
 from titan_rl.trainers.layout import row_multiple
 
 _EMPTY_TOKENS = 8
@@ -42,3 +45,34 @@ def row_shape(config: Any) -> RowShape:
     rows = parallelism.pipeline_parallel_microbatch_size if is_fixed else training.local_batch_size
     empty = (rows, training.seq_len) if is_fixed else (1, math.lcm(_EMPTY_TOKENS, multiple))
     return RowShape(rows, multiple, is_fixed, empty)
+
+
+def shares_prompts(config: Any) -> bool:
+    """Whether samples of a group share the tokens of their prompt in a row.
+
+    Args:
+        config: The whole configuration of an RL run, with ``model_spec``.
+
+    Raises:
+        ConfigError: ``batching.share_prompts`` is "on", and a model's attention cannot.
+    """
+    wanted = config.batching.share_prompts
+    if wanted == "off":
+        return False
+    unable = _models_without_branches(config)
+    if unable and wanted == "on":
+        raise ConfigError(
+            "batching.share_prompts",
+            f'be "auto" or "off" with {unable[0]}, whose attention follows whole documents only: it needs '
+            "FlexAttention without sliding windows and linear layers",
+            "on",
+            'Leave it out, or set model.attn_backend = "flex" where that is the reason.',
+        )
+    return not unable
+
+
+def _models_without_branches(config: Any) -> list[str]:
+    models = [("[model]", config.model_spec)]
+    if config.teacher is not None:
+        models.append(("[teacher]", teacher_spec(config.teacher, config.model)))
+    return [where for where, spec in models if not knows_branches(spec.model)]

@@ -12,6 +12,7 @@ from titan_rl.algorithms.registries import DEFAULT_ALGORITHM
 from titan_rl.config.choice import Choice
 from titan_rl.data.arithmetic import Arithmetic
 from titan_rl.data.datasets import DATASETS
+from titan_rl.titan.sharded_model import ReduceGradients
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,6 +99,19 @@ class BatchingSection:
 
     pad_to: Literal["longest", "token_budget"] = "longest"
     """Length of a micro-batch's rows: its longest row, or always the budget (one shape, for compilation)."""
+
+    reduce_gradients: ReduceGradients = "auto"
+    """Add gradients up over ranks after every micro-batch, or once after the last, until when each rank keeps
+    the whole gradient instead of its shard. ``"auto"``: after the last when that takes at most 1 GiB."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RLBatchingSection(BatchingSection):
+    """Table ``[batching]`` of an RL run."""
+
+    share_prompts: Literal["auto", "on", "off"] = "auto"
+    """Compute the prompt of a group once for all of its samples in a row, instead of once for each. The
+    gradient is the same. ``"auto"``: where the attention of the model, and of a teacher, can do it."""
 
     skip_zero_advantages: bool = True
     """Leave samples with advantage 0 (groups of equal rewards) out of the forward-backward when no KL penalty

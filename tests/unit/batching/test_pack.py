@@ -86,6 +86,120 @@ def test_every_sample_comes_back_whole_exactly_once(lengths, rows_per_micro_batc
     assert sorted(found) == list(range(len(samples)))
 
 
+def siblings(*completions, prompt=4, group_index=0, first_token=10):
+    """Samples of one group: the same prompt, completions of these lengths and of tokens of their own."""
+    samples = []
+    for number, length in enumerate(completions):
+        sample = make_sample(prompt + length, prompt=prompt, first_token=first_token)
+        own = range(100 * (number + 1), 100 * (number + 1) + length)
+        sample.token_ids[prompt:] = own
+        sample.generator_logprobs[prompt:] = [-token / 100 for token in own]
+        sample.group_index, sample.sample_index = group_index, number
+        samples.append(sample)
+    return samples
+
+
+def test_two_siblings_that_share_their_prompt_by_hand():
+    samples = siblings(1, 2, prompt=3)
+    (batch,) = pack(samples, [-1.0, 2.0], token_budget=9, rows_per_micro_batch=1, share_prompts=True)
+    # The longer one whole; then of the other the prompt's last token, which predicts its completion.
+    assert batch.input_ids.tolist() == [[10, 11, 12, 200, 201, 12, 100]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 2, 3]]
+    assert batch.targets.tolist() == [[0, 0, 200, 201, 0, 100, 0]]
+    assert batch.loss_mask.tolist() == [[False, False, True, True, False, True, False]]
+    assert batch.generator_logprobs.tolist() == [pytest.approx([0, 0, -2.0, -2.01, 0, -1.0, 0])]
+    assert batch.advantages.tolist() == [[0, 0, 2, 2, 0, -1, 0]]
+    assert batch.sample_index.tolist() == [[1, 1, 1, 1, 1, 0, 0]]
+    assert batch.document_lengths == [[5, 2]]
+    assert batch.num_tokens == 7
+    assert padding_fraction([batch]) == 0.0
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 6), st.lists(st.integers(1, 6), min_size=1, max_size=5)), max_size=5
+    ),
+    budget=st.integers(12, 30),
+)
+def test_with_shared_prompts_every_sample_can_be_put_together_again(groups, budget):
+    samples = [
+        sample
+        for index, (prompt, completions) in enumerate(groups)
+        for sample in siblings(*completions, prompt=prompt, group_index=index, first_token=10 * index)
+    ]
+    options = {"token_budget": budget, "rows_per_micro_batch": 2}
+    advantages = [i + 0.5 for i in range(len(samples))]
+    shared = pack(samples, advantages, share_prompts=True, **options)
+    alone = pack(samples, advantages, **options)
+    found = []
+    for batch in shared:
+        assert batch.input_ids.shape[1] <= budget
+        for row, lengths in enumerate(batch.document_lengths):
+            start, document = 0, []
+            for length in lengths:
+                window = slice(start, start + length)
+                first = int(batch.positions[row, start])
+                tokens = batch.input_ids[row, window].tolist()
+                document = document if first else tokens
+                (index,) = batch.sample_index[row, window].unique().tolist()
+                assert [*document[:first], *tokens] == samples[index].token_ids
+                assert batch.positions[row, window].tolist() == list(range(first, first + length))
+                mask = batch.loss_mask[row, window]
+                assert mask.tolist() == [*samples[index].loss_mask[first + 1 :], False]
+                assert mask.sum() == sum(samples[index].loss_mask)
+                assert (
+                    batch.targets[row, window][mask].tolist()
+                    == samples[index].token_ids[first + 1 :][-int(mask.sum()) :]
+                )
+                assert (batch.advantages[row, window][mask] == advantages[index]).all()
+                found.append(index)
+                start += length
+    assert sorted(found) == list(range(len(samples)))
+    count = {kind: sum(len(b.input_ids) for b in b_s) for kind, b_s in (("shared", shared), ("alone", alone))}
+    tokens = {kind: sum(b.num_tokens for b in b_s) for kind, b_s in (("shared", shared), ("alone", alone))}
+    assert count["shared"] <= count["alone"]
+    assert tokens["shared"] <= tokens["alone"]
+
+
+def test_a_group_of_eight_with_a_long_prompt_computes_it_once():
+    samples = siblings(*[8] * 8, prompt=64)
+    (batch,) = pack(samples, [0.0] * 8, token_budget=256, rows_per_micro_batch=1, share_prompts=True)
+    assert batch.num_tokens == 64 + 8 + 7 * 9
+    assert (batch.positions == 0).sum() == 1
+
+
+def test_a_group_that_does_not_fit_into_one_row_pays_for_its_prompt_in_each():
+    samples = siblings(4, 4, 4, 4, prompt=8)
+    batches = pack(samples, [0.0] * 4, token_budget=18, rows_per_micro_batch=1, share_prompts=True)
+    assert [batch.document_lengths for batch in batches] == [[[12, 5]], [[12, 5]]]
+
+
+def test_only_samples_of_one_group_and_one_prompt_share():
+    other_group = siblings(2, prompt=4, group_index=1)
+    other_prompt = siblings(2, prompt=4, first_token=50)
+    untrained = siblings(2)
+    untrained[0].loss_mask = [False] * 6
+    samples = [*siblings(2), *other_group, *other_prompt, *untrained]
+    (batch,) = pack(samples, [0.0] * 4, token_budget=64, rows_per_micro_batch=1, share_prompts=True)
+    assert batch.document_lengths == [[6, 6, 6, 6]]
+
+
+def test_a_prompt_of_one_token_is_not_shared():
+    (batch,) = pack(
+        siblings(2, 3, prompt=1), [0.0] * 2, token_budget=16, rows_per_micro_batch=1, share_prompts=True
+    )
+    assert batch.document_lengths == [[4, 3]]
+
+
+def test_prompts_are_not_shared_where_that_takes_more_rows():
+    """Three pairs of 6 + 5 tokens need three rows of 18; apart, three samples of 6 fit into each of two."""
+    samples = [s for g in range(3) for s in siblings(4, 4, prompt=2, group_index=g, first_token=10 * g)]
+    options = {"token_budget": 18, "rows_per_micro_batch": 1}
+    shared = pack(samples, [0.0] * 6, share_prompts=True, **options)
+    assert [batch.document_lengths for batch in shared] == [[[6, 6, 6]]] * 2
+
+
 def test_first_fit_decreasing_fills_the_gaps_and_keeps_ties_in_order():
     lengths = [3, 7, 3, 5, 2]
     samples = [make_sample(length) for length in lengths]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.models import llama3, qwen3
 from torchtitan.models.common.attention import FlexAttention
@@ -18,6 +18,7 @@ from torchtitan.models.common.decoder import Decoder
 
 from titan_rl.titan import device
 from titan_rl.titan.attention import CpuDocumentAttention, DocumentSpans, use_cpu_attention
+from titan_rl.titan.branches import branch_mask_mod
 
 device.install()
 
@@ -118,6 +119,67 @@ def test_planted_fault_attention_over_the_whole_row_is_noticed(attention):
     got = run(attention, qkv, DocumentSpans.from_positions(leaking), enable_gqa=True)
     with pytest.raises(AssertionError):
         assert_same(got, expected_of(qkv, causal_documents(positions)))
+
+
+BRANCHES = {
+    # Documents and, where positions restart above 0, branches of the document before.
+    "one_group": [[0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 3, 4, 0, 1, 2, 3]],
+    "two_groups_and_a_document": [
+        [0, 1, 2, 3, 2, 3, 4, 2, 0, 1, 2, 0, 1, 2, 1, 2],
+        [0, 1, 2, 3, 4, 5, 6, 7, 6, 7, 8, 9, 6, 0, 1, 2],
+    ],
+    "prefixes_of_one_length": [[0, 1, 2, 2, 3, 2, 0, 1, 2, 3, 2, 3, 4, 5, 2, 0]],
+    "the_whole_document": [[0, 1, 2, 3, 0, 1, 2, 1, 2, 3, 1, 1, 0, 1, 1, 2]],
+}
+
+
+@pytest.mark.parametrize("rows", BRANCHES.values(), ids=BRANCHES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (3, 1)])
+def test_branches_attend_to_their_prefix_and_to_themselves(attention, rows, heads, kv_heads):
+    positions = torch.tensor(rows)
+    mask = create_mask(branch_mask_mod(positions), len(rows), None, 16, 16, device="cpu")[:, 0]
+    assert not torch.equal(mask, causal_documents(positions))
+    qkv = make_qkv(*positions.shape, heads=heads, kv_heads=kv_heads)
+    spans = DocumentSpans.from_positions(positions)
+    assert spans.branches
+    got = run(attention, qkv, spans, enable_gqa=heads != kv_heads)
+    assert_same(got, expected_of(qkv, mask))
+    block_mask = _titan_mask(Decoder.__new__(Decoder), positions, per_document=False)
+    assert_same(run(attention, qkv, block_mask, enable_gqa=heads != kv_heads), got)
+
+
+def test_planted_fault_a_branch_that_sees_its_sibling_is_noticed(attention):
+    positions = torch.tensor(BRANCHES["one_group"])
+    mask = create_mask(branch_mask_mod(positions), 1, None, 16, 16, device="cpu")[:, 0]
+    qkv = make_qkv(*positions.shape)
+    one_piece = torch.tensor([[*range(12), 0, 1, 2, 3]])
+    got = run(attention, qkv, DocumentSpans.from_positions(one_piece), enable_gqa=True)
+    with pytest.raises(AssertionError):
+        assert_same(got, expected_of(qkv, mask))
+
+
+def test_a_prefix_in_several_buckets_gets_the_gradient_of_all(attention):
+    """Branches of very different lengths are computed apart; both have the same prefix."""
+    positions = torch.tensor([[0, 1, 2, 3, 2, 3, *range(2, 12)]])
+    spans = DocumentSpans.from_positions(positions)
+    assert len(spans.branches) == 2
+    mask = create_mask(branch_mask_mod(positions), 1, None, 16, 16, device="cpu")[:, 0]
+    qkv = make_qkv(1, 16)
+    assert_same(run(attention, qkv, spans, enable_gqa=True), expected_of(qkv, mask))
+
+
+def test_positions_that_restart_beyond_the_document_are_refused():
+    with pytest.raises(ValueError, match=r"restart within the document's 2 tokens; got 5"):
+        DocumentSpans.from_positions(torch.tensor([[0, 1, 5, 6]]))
+
+
+def test_branches_are_computed_without_a_mask_over_the_row(attention):
+    positions = torch.tensor([[*range(40), *list(range(32, 40)) * 59]])
+    length = positions.shape[1]
+    assert length == 512
+    qkv = make_qkv(1, length, heads=2, kv_heads=1)
+    biggest = largest(attention, qkv, lambda: DocumentSpans.from_positions(positions))
+    assert biggest <= 59 * 2 * 40 * 8  # keys, or scores, of branches of 8 tokens with a prefix of 32
 
 
 def test_positions_are_left_as_they_are():

@@ -23,7 +23,12 @@ from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.rollout.source import Taken
 from titan_rl.trainers import initial_weights
 from titan_rl.trainers.batch_maker import BatchMaker
-from titan_rl.trainers.sections import AlgorithmSection, BatchingSection, ReferenceSection, SamplingSection
+from titan_rl.trainers.sections import (
+    AlgorithmSection,
+    ReferenceSection,
+    RLBatchingSection,
+    SamplingSection,
+)
 
 REWARDS = {3: [1.0, 0.0, 0.5], 4: [2.0, None, 0.0, 1.0], 7: [0.25, 0.75], 9: [1.0, 1.0]}
 
@@ -84,7 +89,9 @@ def make_trainer(advantage=None, *, loss=None, shaping=None, collectives=None, *
             reference=ReferenceSection(),
             shaping=shaping or ShapingSection(),
             algorithm=algorithm,
-            batching=BatchingSection(**sections),
+            batching=RLBatchingSection(**sections),
+            teacher=None,
+            model_spec=SimpleNamespace(model=None),
             training=SimpleNamespace(seq_len=24, local_batch_size=2),
             parallelism=parallelism,
         ),

@@ -4,8 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.models import llama3
 
-from titan_rl.trainers.row_shape import RowShape, row_shape
+from titan_rl.errors import ConfigError
+from titan_rl.trainers.row_shape import RowShape, row_shape, shares_prompts
+from titan_rl.trainers.sections import RLBatchingSection
 
 TP, CP, PP = "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"
 
@@ -40,3 +43,33 @@ def test_the_shape_is_what_the_degrees_ask_for(parallelism, expected):
     shape = row_shape(config)
     assert shape == expected
     assert shape.empty[1] % shape.length_multiple == 0
+
+
+def run_of(share_prompts, *, backend="flex", teacher=None):
+    return SimpleNamespace(
+        batching=RLBatchingSection(share_prompts=share_prompts),
+        model_spec=llama3.model_registry("debugmodel", attn_backend=backend),
+        model=None,
+        teacher=teacher,
+    )
+
+
+@pytest.mark.parametrize(
+    ("share_prompts", "backend", "expected"),
+    [("auto", "flex", True), ("on", "flex", True), ("off", "flex", False), ("auto", "varlen", False)],
+)
+def test_prompts_are_shared_where_attention_can_and_the_run_may(share_prompts, backend, expected):
+    assert shares_prompts(run_of(share_prompts, backend=backend)) is expected
+
+
+def test_sharing_is_refused_where_it_is_asked_for_and_attention_cannot():
+    with pytest.raises(ConfigError, match=r'batching\.share_prompts must be "auto" or "off" with \[model\]'):
+        shares_prompts(run_of("on", backend="varlen"))
+
+
+def test_a_teacher_has_to_follow_branches_too(monkeypatch):
+    of_teacher = llama3.model_registry("debugmodel", attn_backend="varlen")
+    monkeypatch.setattr("titan_rl.trainers.row_shape.teacher_spec", lambda section, model: of_teacher)
+    assert not shares_prompts(run_of("auto", teacher=object()))
+    with pytest.raises(ConfigError, match=r"with \[teacher\], whose attention"):
+        shares_prompts(run_of("on", teacher=object()))

@@ -35,7 +35,7 @@ from titan_rl.trainers.optimization import (
     reduce_metrics,
     score_batch,
 )
-from titan_rl.trainers.row_shape import row_shape
+from titan_rl.trainers.row_shape import row_shape, shares_prompts
 from titan_rl.types import Sample
 
 _SEED = 11
@@ -202,6 +202,7 @@ class SmallRun:
             rows_per_micro_batch=max(len(samples), 1) if is_joined else shape.rows,
             length_multiple=shape.length_multiple,
             pad_to="token_budget" if shape.is_fixed else "longest",
+            share_prompts=shares_prompts(self.config),
         )
 
 
