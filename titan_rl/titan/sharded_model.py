@@ -146,9 +146,7 @@ class ShardedModel:
         self._context_mesh = context_mesh
         self._context_group = None if context_mesh is None else context_mesh.get_group()
         self._router_load: RouterLoad | None = None
-        # TorchTitan reduces in fp32; a parameter counts whole here, however it is sharded.
-        gradient_bytes = sum(4 * parameter.numel() for parameter in self.parameters())
-        self._defers_reduction = gradient_bytes <= MOST_DEFERRED_BYTES
+        self._reduces: ReduceGradients = "auto"
 
     @classmethod
     def of_trainer(cls, trainer: Trainer) -> ShardedModel:
@@ -157,7 +155,7 @@ class ShardedModel:
         return cls(trainer, trainer.model_parts, trainer.model_config, schedule=schedule)
 
     def reduce_gradients(self, when: ReduceGradients) -> None:
-        """Choose when :meth:`forward_backward` adds gradients up over ranks; ``"auto"`` until it is called.
+        """Choose when :meth:`forward_backward` adds gradients up over ranks; ``"auto"`` if not called.
 
         Reduced only after the last micro-batch, they travel once per step, but until then every rank keeps
         the whole gradient of the model instead of its shard. The sum over replicas (HSDP) waits for the last
@@ -166,8 +164,7 @@ class ShardedModel:
         Args:
             when: ``"auto"``: after the last one where the whole gradient takes at most 1 GiB.
         """
-        if when != "auto":
-            self._defers_reduction = when == "last_micro_batch"
+        self._reduces = when
 
     def skip_head(self) -> None:
         """Make the model give hidden states; the head is applied by what they are given to."""
@@ -274,8 +271,12 @@ class ShardedModel:
 
     def _hold_reduction(self, *, is_last: bool) -> None:
         """Whether the next backward pass adds gradients up over ranks, those of the passes before it too."""
+        defers = self._reduces == "last_micro_batch"
+        if self._reduces == "auto":
+            # TorchTitan reduces in fp32; a parameter counts whole here, however it is sharded.
+            defers = sum(4 * parameter.numel() for parameter in self.parameters()) <= MOST_DEFERRED_BYTES
         for part in self.parts:
-            if isinstance(part, FSDPModule) and self._defers_reduction:
+            if isinstance(part, FSDPModule) and defers:
                 part.set_requires_gradient_sync(is_last)
             elif isinstance(part, FSDPModule):
                 part.set_requires_all_reduce(is_last)

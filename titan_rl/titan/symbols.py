@@ -72,7 +72,7 @@ TORCHTITAN_IMPORTS = {
         "make_router_config": "Their routers.",
     },
     "torchtitan.models.common.decoder": {
-        "Decoder": "The models that the local generator can run.",
+        "Decoder": "The models that the local generator can run; its masks are those that know branches.",
     },
     "torchtitan.models.common.decoder_sharding": {
         "dense_activation_placement": "Layout of a value head's input and output.",
@@ -211,7 +211,8 @@ TORCHTITAN_REACHED = {
         "_compiled_create_block_mask": "REPLACED on a CPU: masks without a C++ compiler.",
     },
     "torchtitan.models.common.decoder": {
-        "Decoder._create_flex_attention_mask_for_document": "REPLACED on a CPU: spans instead of masks.",
+        "Decoder._create_flex_attention_mask_for_document": "REPLACED: masks know branches; on a CPU, spans.",
+        "Decoder._create_flex_attention_mask": "Makes the mask of rows that share prompts.",
         "Decoder.Config.first_attention": "Whether the model takes masks.",
         "Decoder._skip_lm_head": "SET: the policy returns hidden states; the head runs on trained tokens.",
         "Decoder.enable_weight_tying": "Whether the head is the embedding.",

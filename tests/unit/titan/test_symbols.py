@@ -317,6 +317,11 @@ def test_the_decoder_asks_the_method_that_is_replaced_for_masks():
     assert asked == [(positions, chosen)]
 
 
+def test_the_decoder_makes_masks_of_functions_that_are_given():
+    names = ["self", "positions", "attn_config", "mask_mods"]
+    assert parameters(Decoder._create_flex_attention_mask) == names
+
+
 def test_our_attention_takes_what_torchtitan_gives_to_its_own():
     assert parameters(CpuDocumentAttention.forward) == parameters(FlexAttention.forward)
 
