@@ -20,6 +20,7 @@ class StageTimer:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self._since = time.perf_counter()
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:
@@ -33,4 +34,9 @@ class StageTimer:
     def take(self) -> dict[str, float]:
         """Return the seconds so far and start again at zero."""
         seconds, self.seconds = dict(self.seconds), defaultdict(float)
+        self._since = time.perf_counter()
         return seconds
+
+    def elapsed(self) -> float:
+        """Seconds since :meth:`take`, or since the start: those of all stages, and those between them."""
+        return time.perf_counter() - self._since

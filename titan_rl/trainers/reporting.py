@@ -33,6 +33,30 @@ if TYPE_CHECKING:
 _STAGES = ("generate", "score", "train", "sync", "evaluate", "checkpoint")
 
 
+def time_metrics(
+    seconds: Mapping[str, float], *, elapsed: float, tokens: float, generated: float, trained: float
+) -> dict[str, float]:
+    """Where the time of an iteration went, and tokens per second.
+
+    Args:
+        seconds: By stage.
+        elapsed: Seconds of the iteration, those between the stages too.
+        tokens: Of prompts and completions, all ranks.
+        generated: Of completions, all ranks.
+        trained: Trained, all ranks and steps.
+    """
+    sampling = seconds.get("generate", 0.0) + seconds.get("evaluate", 0.0)
+    training = seconds.get("score", 0.0) + seconds.get("train", 0.0)
+    return {f"time/{stage}": seconds.get(stage, 0.0) for stage in _STAGES} | {
+        "time/overhead": elapsed - math.fsum(seconds.values()),
+        "throughput/tokens_per_second": tokens / elapsed,
+        "throughput/generated_tokens_per_second": generated / max(seconds.get("generate", 0.0), 1e-9),
+        "throughput/trained_tokens_per_second": trained / max(seconds.get("train", 0.0), 1e-9),
+        "throughput/generator_idle_fraction": 1.0 - sampling / elapsed,
+        "throughput/trainer_idle_fraction": 1.0 - training / elapsed,
+    }
+
+
 class Reporter:
     """Collects, reduces over ranks, and writes. Its collective methods are called on every rank.
 
@@ -161,29 +185,31 @@ class Reporter:
         """Reduce and report one iteration, and enter it in the journal."""
         trainer = self._trainer
         self._enter_in_journal(taken, results)
-        seconds = trainer.timer.take()
         metrics = self._rollout_metrics(taken)
         self.reward = metrics["reward/mean"]
         metrics |= self._measured
         self._measured = {}  # what the next iteration does not measure is not reported again
         metrics |= self._step_metrics(results)
-        metrics |= {f"time/{stage}": seconds.get(stage, 0.0) for stage in _STAGES}
         tokens = metrics.pop("tokens")
-        trained = sum(batch.num_loss_tokens for batch in batches)
-        total = sum(seconds.values())
         metrics |= {
-            "throughput/tokens_per_second": tokens / total,
-            "throughput/generated_tokens_per_second": metrics["rollout/completion_tokens"]
-            / max(seconds.get("generate", 0.0), 1e-9),
-            "throughput/trained_tokens": trained,
+            "throughput/trained_tokens": sum(batch.num_loss_tokens for batch in batches),
             "throughput/computed_tokens": sum(batch.num_computed_tokens for batch in batches),
             "weight_sync/probe_difference": trainer.last_push.probe_difference,
             "weight_sync/bytes": trainer.last_push.num_bytes,
+            "weight_sync/gb_per_second": trainer.last_push.num_bytes / 1e9 / trainer.last_push_seconds,
             "memory/peak_gib": self._collectives.reduce_scalar(peak_memory_bytes() / 2**30, "max"),
             "batch/padding_fraction": self._mean_padding(),
             "batch/micro_batches": sum(len(batch.micro_batches) for batch in batches),
             "policy_version": trainer.state.policy_version,
         }
+        elapsed, seconds = trainer.timer.elapsed(), trainer.timer.take()
+        metrics |= time_metrics(
+            seconds,
+            elapsed=elapsed,
+            tokens=tokens,
+            generated=metrics["rollout/completion_tokens"],
+            trained=metrics["throughput/trained_tokens"],
+        )
         self._add_to_summary(seconds, tokens, int(metrics["rollout/completion_tokens"]))
         if trainer.metrics_processor.should_log(trainer.step):
             trainer.metrics_processor.logger.log(metrics, trainer.step)

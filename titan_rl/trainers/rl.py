@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -254,7 +255,9 @@ class RLTrainer(ResilientTrainer):
         """Bring the policy to the generator, confirmed by the handshake."""
         with self.timer.stage("sync"):
             self.generator.wake_up()
+            started = time.perf_counter()
             self.last_push = self.sync.push(self.state.policy_version)
+            self.last_push_seconds = time.perf_counter() - started
 
     def evaluate(self) -> dict[str, float]:
         """Score held-out prompts and report the result; empty when nothing is held out."""
