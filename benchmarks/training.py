@@ -33,8 +33,8 @@ def packing(pairs: int) -> Comparison:
     """Packed rows against rows of one sample each, filled up to the longest of their micro-batch."""
     row_tokens = 2048
     run = SmallRun(loss__kl__coefficient=0.0, training__seq_len=row_tokens, data__max_prompt_tokens=64)
-    lengths = log_normal_lengths(64, median=150, sigma=0.9, longest=1024)
-    groups = make_groups([(32, lengths[i : i + GROUP_SIZE]) for i in range(0, 64, GROUP_SIZE)])
+    lengths = log_normal_lengths(32, median=150, sigma=0.9, longest=1024)
+    groups = make_groups([(32, lengths[i : i + GROUP_SIZE]) for i in range(0, 32, GROUP_SIZE)])
     samples = to_samples(groups)
     advantages = _advantages(samples)
     rows = 8  # of at most 256 tokens each: as many positions as a packed row has
@@ -64,7 +64,7 @@ def packing(pairs: int) -> Comparison:
 
 def shared_prompts(pairs: int) -> Comparison:
     """A group's prompt computed once for all its samples, against once for each."""
-    prompt, completion, num_groups = 512, 64, 4
+    prompt, completion, num_groups = 512, 64, 1
     run = SmallRun(loss__kl__coefficient=0.0, training__seq_len=4608, data__max_prompt_tokens=prompt)
     samples = to_samples(make_groups([(prompt, [completion] * GROUP_SIZE)] * num_groups))
     advantages = _advantages(samples)
@@ -95,9 +95,9 @@ def passes(pairs: int) -> Comparison:
     """What a step of GRPO without KL needs, against reference and old passes and rows of advantage 0."""
     options = {"loss__kl__coefficient": 0.0, "training__seq_len": 2048, "data__max_prompt_tokens": 64}
     run = SmallRun(**options)
-    lengths = log_normal_lengths(64, median=120, sigma=0.6, longest=512)
+    lengths = log_normal_lengths(32, median=120, sigma=0.6, longest=512)
     groups = make_groups(
-        [(32, lengths[i : i + GROUP_SIZE]) for i in range(0, 64, GROUP_SIZE)], equal_rewards=(1, 5)
+        [(32, lengths[i : i + GROUP_SIZE]) for i in range(0, 32, GROUP_SIZE)], equal_rewards=(1,)
     )
     needs = derive_needs(run.advantage, run.loss_fn, steps_per_iteration=1)
     everything = dataclasses.replace(needs, old=True, reference=True)
@@ -125,7 +125,7 @@ def passes(pairs: int) -> Comparison:
         candidate=side("needed passes"),
         pairs=pairs,
         target=1.4,
-        facts={"samples": 64, "groups of equal rewards": "2 of 8", "coefficient of the KL": 0},
+        facts={"samples": 32, "groups of equal rewards": "1 of 4", "coefficient of the KL": 0},
     )
 
 

@@ -1,4 +1,4 @@
-"""Leaving samples without a gradient out of the forward-backward changes the work, not the result."""
+"""Leaving out samples without a gradient, and sharing prompts, change the work and not the result."""
 
 import pytest
 from safetensors.torch import load_file
@@ -11,21 +11,40 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory, initial_load_path):
+def work(tmp_path_factory, initial_load_path):
     folder = tmp_path_factory.mktemp("skip")
     common = ("checkpoint.initial_load_path", initial_load_path, "training.steps", STEPS)
     common += ("loss.kl.coefficient", 0.0)
-    return [
-        runs.start(CONFIG, *common, "batching.skip_zero_advantages", flag, folder=folder / flag).succeed()
-        for flag in ("true", "false")
-    ]
+    options = {
+        "least": (),
+        "all": ("batching.skip_zero_advantages", "false"),
+        "alone": ("batching.share_prompts", "off"),
+    }
+    return {
+        name: runs.start(CONFIG, *common, *own, folder=folder / name).succeed()
+        for name, own in options.items()
+    }
 
 
-def test_the_policy_is_the_same(pair):
-    skipping, whole = (load_file(run.folder / "export" / "model.safetensors") for run in pair)
+@pytest.fixture(scope="module")
+def pair(work):
+    return work["least"], work["all"]
+
+
+@pytest.mark.parametrize("other", ["all", "alone"])
+def test_the_policy_is_the_same(work, other):
+    least, whole = (
+        load_file(work[name].folder / "export" / "model.safetensors") for name in ("least", other)
+    )
     for name, value in whole.items():
-        difference = (skipping[name] - value).norm() / value.norm()
+        difference = (least[name] - value).norm() / value.norm()
         assert difference <= 1e-5, name
+
+
+def test_prompts_are_shared_by_themselves(work):
+    shared, alone = (work[name].metrics()["batch/micro_batches"] for name in ("least", "alone"))
+    assert all(shared[step] <= alone[step] for step in alone)
+    assert sum(shared.values()) < sum(alone.values())
 
 
 def test_rollouts_and_losses_are_the_same_and_less_was_computed(pair):

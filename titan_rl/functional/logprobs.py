@@ -13,7 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from titan_rl.functional.precision import accumulation_dtype, matmul, matmul_operand
+from titan_rl.functional.precision import accumulation_dtype, add_matmul_, matmul, matmul_operand
+
+_CHUNK_LOGITS = 2**26
+_LEAST_CHUNK_TOKENS, _MOST_CHUNK_TOKENS = 64, 1024  # fewer make thin matrix products, more gain nothing
 
 
 class VocabularyShard(Protocol):
@@ -75,7 +78,7 @@ def chunked_logprobs(
     targets: torch.Tensor,
     *,
     temperature: float = 1.0,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
     with_entropy: bool = False,
     shard: VocabularyShard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -99,8 +102,8 @@ def chunked_logprobs(
             so that collectives that hang on the gradient still happen.
         targets: ``[N]`` int64 token ids in ``0..V-1``.
         temperature: What the logits are divided by, > 0; the one the generator sampled with.
-        chunk_tokens: Tokens whose logits exist at the same time, >= 1. Results do not depend on it beyond
-            rounding.
+        chunk_tokens: Tokens whose logits exist at the same time, >= 1; by default
+            :func:`default_chunk_tokens`. Results do not depend on it beyond rounding.
         with_entropy: Whether to return the entropy. Detach it when it is only logged: its share of the
             backward pass is then skipped.
         shard: The rows of the vocabulary that ``weight`` holds, on ranks that have equal ``hidden`` and
@@ -122,6 +125,8 @@ def chunked_logprobs(
     _check_inputs(hidden, weight, targets)
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature must be positive and finite; got {temperature}.")
+    if chunk_tokens is None:
+        chunk_tokens = default_chunk_tokens(weight.shape[0])
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1; got {chunk_tokens}.")
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
@@ -129,6 +134,18 @@ def chunked_logprobs(
         hidden.to(dtype), weight.to(dtype), targets, 1.0 / temperature, chunk_tokens, with_entropy, shard
     )
     return outputs if with_entropy else (outputs[0], None)
+
+
+def default_chunk_tokens(vocab_size: int) -> int:
+    """Tokens whose fp32 logits take at most 256 MiB: 64 to 1,024.
+
+    Args:
+        vocab_size: Rows of the output projection, or of a shard of it.
+
+    >>> default_chunk_tokens(32_000), default_chunk_tokens(151_936), default_chunk_tokens(10_000_000)
+    (1024, 441, 64)
+    """
+    return min(max(_CHUNK_LOGITS // max(vocab_size, 1), _LEAST_CHUNK_TOKENS), _MOST_CHUNK_TOKENS)
 
 
 def _check_inputs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> None:
@@ -210,7 +227,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[rows] = matmul(grad_logits, head)
             if grad_weight is not None:
-                grad_weight += matmul(grad_logits.T, hidden_rows)
+                add_matmul_(grad_weight, grad_logits.T, hidden_rows)
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -236,7 +253,9 @@ def _chunk_statistics(
         return ChunkStatistics(largest, shifted.exp_().sum(-1), target, None)
     exponential = shifted.exp()
     sum_exp = exponential.sum(-1)
-    return ChunkStatistics(largest, sum_exp, target, exponential.mul_(shifted).sum(-1))
+    # One row times one column a token: reads both once and writes nothing of their size.
+    sum_exp_shifted = torch.bmm(exponential[:, None, :], shifted[:, :, None]).flatten()
+    return ChunkStatistics(largest, sum_exp, target, sum_exp_shifted)
 
 
 def _in_shard(targets: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

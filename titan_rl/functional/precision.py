@@ -19,3 +19,17 @@ def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """``left @ right`` with an fp32 result (float64 for float64 operands)."""
     dtype = accumulation_dtype(left.dtype)
     return torch.mm(left, right) if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)
+
+
+def add_matmul_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """``total += left @ right`` in the dtype of ``total``, without a tensor of its size where it can be.
+
+    Args:
+        total: fp32, or float64 for float64 operands; changed in place.
+        left: As for :func:`matmul`.
+        right: The same.
+    """
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += matmul(left, right)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from titan_rl.functional.logprobs import default_chunk_tokens
 from titan_rl.titan.architecture import Architecture
 from titan_rl.titan.meta_model import ShardSize, ShardSizes, unit_of
 from titan_rl.tools.plan.activations import layer_bytes, outside_layers
@@ -18,8 +19,6 @@ from titan_rl.tools.plan.pipeline import chunks_in_flight, schedule_micro_batche
 from titan_rl.tools.plan.run_facts import GIB, RunFacts
 from titan_rl.trainers.layout import layers_per_stage
 
-CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at the same time (``titan_rl.functional.logprobs.chunked_logprobs``)."""
 CONTEXT_BYTES = int(1.5 * GIB)
 """Allowance for what no tensor holds on a GPU: CUDA's context, kernels, NCCL's buffers."""
 RESIDENT = (
@@ -305,11 +304,11 @@ def logit_bytes(facts: RunFacts) -> int:
     """The output projection's own tensors in the backward pass of a chunk of tokens.
 
     ``chunked_logprobs`` holds, of ``[chunk, V]``: log-probabilities and their gradient in fp32, and the
-    gradient once more in a lower dtype of computation; of ``[V, D]``: the weight's gradient in fp32, a
-    chunk's share of it, and the result in the dtype of computation. Tensor parallelism divides V.
+    gradient once more in a lower dtype of computation; of ``[V, D]``: the weight's gradient in fp32, and in
+    a lower dtype of computation also a chunk's share of it and the result. Tensor parallelism divides V.
     """
     a, p = facts.architecture, facts.compute_bytes
     vocabulary = -(-a.vocab_size // facts.degrees.tensor)
-    chunk = min(CHUNK_TOKENS, micro_batch_tokens(facts))
+    chunk = min(default_chunk_tokens(vocabulary), micro_batch_tokens(facts))
     lower = p if p < 4 else 0
-    return vocabulary * (chunk * (4 + 4 + lower) + a.dim * (4 + 4 + lower))
+    return vocabulary * (chunk * (4 + 4 + lower) + a.dim * (4 + (4 + lower if lower else 0)))

@@ -277,7 +277,10 @@ def test_two_layers_are_gathered_at_a_time_and_all_of_them_where_they_stay():
 def test_logits_exist_in_chunks_and_the_heads_gradient_in_fp32():
     # 200 tokens are less than a chunk: of [200, 10] 4 + 4 + 2 bytes, of [10, 8] as many
     assert logit_bytes(run()) == 10 * 10 * (200 + 8)
-    assert logit_bytes(run(seq_len=10_000)) == 10 * 10 * (1024 + 8)
+    facts = run(seq_len=10_000)
+    assert logit_bytes(facts) == 10 * 10 * (1024 + 8)
+    large = dataclasses.replace(facts.architecture, vocab_size=151_936)  # 441 tokens make 256 MiB
+    assert logit_bytes(dataclasses.replace(facts, architecture=large)) == 151_936 * 10 * (441 + 8)
     halved = run(world_size=2, parallelism={"tensor_parallel_degree": 2})
     assert logit_bytes(halved) == logit_bytes(run()) / 2
 
