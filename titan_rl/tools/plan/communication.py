@@ -48,7 +48,7 @@ def traffic(facts: RunFacts, policy: ShardSizes, batch: BatchPlan) -> Traffic:
 
     per_step = {
         "fsdp": step(lambda n: _fsdp(facts, policy, passes=passes, scorings=n)),
-        "replicate": step(lambda _: _replicate(facts, policy, passes)),
+        "replicate": step(lambda _: _replicate(facts, policy)),
         "tensor": step(lambda n: _tensor(facts, rows, forward_only=n)),
         "context": step(lambda n: _context(facts, rows, forward_only=n)),
         "pipeline": step(lambda n: _pipeline(facts, rows, forward_only=n)),
@@ -72,7 +72,7 @@ def _whole(facts: RunFacts, policy: ShardSizes) -> list[tuple[int, int]]:
 
 
 def _fsdp(facts: RunFacts, policy: ShardSizes, *, passes: int, scorings: int) -> int:
-    """Gathers in the dtype of computation, reductions in fp32.
+    """Gathers in the dtype of computation, reductions in fp32 in every micro-batch or in the last.
 
     Each forward-backward gathers twice where weights are given back after the forward pass, once otherwise; a
     pipeline gathers once for all micro-batches, and reduces once.
@@ -80,17 +80,18 @@ def _fsdp(facts: RunFacts, policy: ShardSizes, *, passes: int, scorings: int) ->
     reshard = facts.parallelism.fsdp_reshard_after_forward
     has_pipeline = facts.degrees.pipeline > 1
     keeps = reshard == "never" or (reshard == "default" and has_pipeline)
-    gathers, reductions = (1 if keeps else 2) * passes, passes
+    gathers = (1 if keeps else 2) * passes
+    reductions = 1 if facts.defers_reduction(policy.numel) else passes
     total = 0.0
     for size, ways in _whole(facts, policy):
         total += size * _share(ways) * ((gathers + scorings * passes) * facts.compute_bytes + reductions * 4)
     return int(total)
 
 
-def _replicate(facts: RunFacts, policy: ShardSizes, passes: int) -> int:
-    """An all-reduce of the shard's gradient in fp32 over the copies of the model (HSDP), per micro-batch."""
+def _replicate(facts: RunFacts, policy: ShardSizes) -> int:
+    """An all-reduce of the shard's gradient in fp32 over the copies of the model (HSDP), once."""
     shard = sum(parameter.local_numel for parameter in policy.parameters) // facts.degrees.pipeline
-    return int(2 * _share(facts.degrees.replicate) * shard * 4 * passes)
+    return int(2 * _share(facts.degrees.replicate) * shard * 4)
 
 
 def _layers(facts: RunFacts) -> float:

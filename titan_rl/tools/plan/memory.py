@@ -276,8 +276,8 @@ def gathered_bytes(facts: RunFacts, policy: ShardSizes, stages: Sequence[Stage])
     layer's gradient in it, and the same in fp32 on its way into the reduction (PyTorch FSDP, Zhao et al.
     2023, arXiv 2304.11277, sections 3.2 and 3.3; FSDP2 does the same per parameter); the output projection
     stays gathered from forward to backward. With ``fsdp_reshard_after_forward = "never"``, and by default
-    under pipeline parallelism, all weights of the rank's stages stay; a pipeline also adds up whole gradients
-    in fp32 until its last micro-batch.
+    under pipeline parallelism, all weights of the rank's stages stay. Whole gradients are added up in fp32
+    until the last micro-batch by a pipeline, and where ``batching.reduce_gradients`` waits for it.
     """
     units: dict[str, int] = {}
     for parameter in policy.parameters:
@@ -296,7 +296,8 @@ def gathered_bytes(facts: RunFacts, policy: ShardSizes, stages: Sequence[Stage])
         held = p * sum(units.values())
     else:
         held = p * (min(2, len(layers)) * largest + beside)
-    gradients = 4 * sum(units.values()) if has_pipeline else (p + 4) * largest
+    keeps_whole = has_pipeline or facts.defers_reduction(policy.numel)
+    gradients = 4 * sum(units.values()) if keeps_whole else (p + 4) * largest
     return held + gradients
 
 

@@ -12,6 +12,7 @@ from titan_rl.generation.vllm import VllmGenerator
 from titan_rl.titan.architecture import Architecture, architecture_of
 from titan_rl.titan.buckets import BUCKET_BYTES
 from titan_rl.titan.sections import section_from_optimizer
+from titan_rl.titan.sharded_model import MOST_DEFERRED_BYTES
 from titan_rl.trainers.layout import Degrees
 
 GIB = 2**30
@@ -72,6 +73,7 @@ class RunFacts:
         has_teacher: Whether there is a teacher.
         has_reward_model: Whether a reward model scores rollouts.
         needs_baseline: Whether each prompt also gets a greedy rollout.
+        reduce_gradients: ``batching.reduce_gradients``.
         offloads_policy: Parameters, gradients and optimiser state are in host memory.
         offloads_reference: The reference is in host memory.
         offloads_teacher: The teacher is in host memory.
@@ -103,6 +105,7 @@ class RunFacts:
     has_teacher: bool = False
     has_reward_model: bool = False
     needs_baseline: bool = False
+    reduce_gradients: str = "every_micro_batch"
     offloads_policy: bool = False
     offloads_reference: bool = False
     offloads_teacher: bool = False
@@ -113,6 +116,17 @@ class RunFacts:
     def sample_tokens(self) -> int:
         """Longest sample: a prompt and its completion."""
         return self.prompt_tokens + self.completion_tokens
+
+    def defers_reduction(self, numel: int) -> bool:
+        """Whether gradients are summed over FSDP's ranks after the last micro-batch only.
+
+        As :meth:`titan_rl.titan.sharded_model.ShardedModel.reduce_gradients` decides.
+
+        Args:
+            numel: Numbers of the model.
+        """
+        is_small = 4 * numel <= MOST_DEFERRED_BYTES
+        return self.reduce_gradients == "last_micro_batch" or (self.reduce_gradients == "auto" and is_small)
 
 
 def read_run(config: Any, *, world_size: int, device_type: str) -> RunFacts:
@@ -155,6 +169,7 @@ def read_run(config: Any, *, world_size: int, device_type: str) -> RunFacts:
         has_teacher=config.teacher is not None,
         has_reward_model=config.reward_model is not None,
         needs_baseline=needs.greedy_baseline,
+        reduce_gradients=config.batching.reduce_gradients,
         offloads_policy=training.enable_cpu_offload,
         offloads_reference=config.reference.offload_to_cpu,
         offloads_teacher=config.teacher is not None and config.teacher.offload_to_cpu,

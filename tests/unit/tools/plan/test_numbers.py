@@ -311,15 +311,28 @@ def test_fsdp_gathers_twice_and_reduces_once_for_each_micro_batch():
     sent = traffic(facts, sizes, batch_plan(facts)).per_step
     # 2 micro-batches, half of the model each time: three gathers in bf16, one of them for the reference
     assert sent == {"fsdp": 2168 // 2 * 2 * (3 * 2 + 4)}
+    for when in ("last_micro_batch", "auto"):  # once, and not in each of the two micro-batches
+        deferred = dataclasses.replace(facts, reduce_gradients=when)
+        sent = traffic(deferred, sizes, batch_plan(facts)).per_step
+        assert sent == {"fsdp": 2168 // 2 * (2 * 3 * 2 + 4)}
+
+
+def test_whole_gradients_wait_for_the_last_micro_batch_up_to_one_gib():
+    sizes, facts = model(2), run(world_size=2)
+    stages = stages_of_rank(facts, 0)
+    deferred = dataclasses.replace(facts, reduce_gradients="auto")
+    more = gathered_bytes(deferred, sizes, stages) - gathered_bytes(facts, sizes, stages)
+    assert more == 4 * 2168 - 6 * 1000  # all in fp32 instead of a layer in bf16 and fp32
+    assert deferred.defers_reduction(2**28)
+    assert not deferred.defers_reduction(2**28 + 1)
 
 
 def test_copies_of_the_model_reduce_their_shards_gradient():
     facts = run(
         world_size=4, parallelism={"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
     )
-    batch = batch_plan(facts)
-    sent = traffic(facts, model(2), batch).per_step["replicate"]
-    assert sent == 2 * 0.5 * 1084 * 4 * batch.micro_batches_per_rank
+    sent = traffic(facts, model(2), batch_plan(facts)).per_step["replicate"]
+    assert sent == 2 * 0.5 * 1084 * 4  # once, however many micro-batches
 
 
 def test_model_parallel_axes_send_hidden_states():
