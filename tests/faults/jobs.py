@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.integration import runs
-from titan_rl.resilience import shelf
+from titan_rl.resilience import shelf, signals
+from titan_rl.resilience.faults import VARIABLE
 
 CONFIGS = Path(__file__).parent / "configs"
 PLANTED = "tests.faults.planted:PlantedLocal"
@@ -16,7 +17,12 @@ DEADLINE_SECONDS = 240
 
 
 def start(
-    folder: Path, *overrides: object, ranks: int = 1, config: str = "grpo", **planted: object
+    folder: Path,
+    *overrides: object,
+    ranks: int = 1,
+    config: str = "grpo",
+    faults: str = "",
+    **planted: object,
 ) -> runs.Run:
     """Start a run in forked processes.
 
@@ -25,9 +31,17 @@ def start(
         overrides: ``"section.key", value`` pairs.
         ranks: Number of processes.
         config: Name of a file in ``configs/``.
+        faults: ``TITAN_RL_FAULT``.
         planted: Keys of :class:`tests.faults.planted.PlantedLocal`.
     """
-    return runs.start(CONFIGS / f"{config}.toml", *_with(planted), *overrides, folder=folder, ranks=ranks)
+    return runs.start(
+        CONFIGS / f"{config}.toml",
+        *_with(planted),
+        *overrides,
+        folder=folder,
+        ranks=ranks,
+        environment={VARIABLE: faults},
+    )
 
 
 def torchrun(folder: Path, *overrides: object, ranks: int = 1, **planted: object) -> runs.Run:
@@ -38,6 +52,7 @@ def torchrun(folder: Path, *overrides: object, ranks: int = 1, **planted: object
 def rank(arguments: list[str]) -> None:
     """One rank of :mod:`tests.faults.warm_agent`, in its forked process."""
     code = sys.modules["titan_rl.train"].main(arguments)
+    signals.stop_listening()  # a function that is done waits for the other ranks, and may be ended then
     if code:
         sys.exit(code)
 

@@ -50,7 +50,7 @@ def walk(
     """Start a job, see it through its faults, and compare its journal."""
     job = walks.start(tmp_path / "run", *VARIANTS[variant], planted=planted, **given)
     walks.finish(job)
-    walks.check_journal(job, whole(variant))
+    walks.check_journal(job.run, whole(variant))
     return job
 
 
@@ -69,13 +69,22 @@ def test_killed_at_every_point_on_either_rank(
 
 
 @pytest.mark.faults
-def test_killed_at_every_point_with_vllm_under_torchrun(
-    tmp_path: Path, whole: Callable[[str], runs.Run]
-) -> None:
+def test_killed_at_every_point_with_vllm(tmp_path: Path, whole: Callable[[str], runs.Run]) -> None:
     pytest.importorskip("vllm")
-    planted = walks.plan(walks.EVERY_POINT, first_rank=0)
-    job = walk(tmp_path, whole, "vllm", planted, launcher="torchrun")
+    job = walk(tmp_path, whole, "vllm", walks.plan(walks.EVERY_POINT, first_rank=0))
     walks.note("R1 grpo with vLLM", job)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("variant", ["grpo", "vllm"])
+def test_killed_under_torchrun_where_every_restart_imports_everything(
+    variant: str, tmp_path: Path, whole: Callable[[str], runs.Run]
+) -> None:
+    if variant == "vllm":
+        pytest.importorskip("vllm")
+    planted = walks.plan(FOR_MAKE_TEST, first_rank=1)
+    job = walk(tmp_path, whole, variant, planted, launcher="torchrun")
+    walks.note(f"R1 {variant}, torchrun", job)
 
 
 @pytest.mark.faults

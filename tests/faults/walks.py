@@ -7,6 +7,7 @@ to the file that ``TITAN_RL_FAULT_RESULTS`` names, from which docs/reliability.m
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -44,10 +45,10 @@ EVERY_POINT = (
     *((point, 3) for point in IN_STEP_3),
     *(("sync.begin", 0), ("sync.bucket.1", 0)),  # while it recovers from the fault before, and again
     *(("checkpoint.stage", 4), ("checkpoint.shard", 4), ("checkpoint.before_commit", 4)),
-    *(("checkpoint.after_commit", 4), ("checkpoint.purge", 6), ("shutdown", STEPS)),
+    *(("checkpoint.after_commit", 6), ("checkpoint.purge", STEPS), ("shutdown", STEPS)),
 )
 """Every point with the step in which it is met. Between two faults of step 3 nothing is saved: each start is
-killed before the run has come any further."""
+killed before the run has come any further. Rank 0 may still make a commit before which rank 1 is killed."""
 
 SECONDS_PER_FAULT = {"warm": 60, "torchrun": 120}  # a deadline for a machine that is busy with other tests
 
@@ -136,7 +137,8 @@ def finish(job: Job, *, code: int = 0) -> None:
     codes = job.run.wait(deadline)
     job.is_over.set()
     assert codes == [code], job.run.tail()
-    assert set(faults.witnesses(job.run.folder)) == set(job.planted)
+    missing = set(job.planted) - set(faults.witnesses(job.run.folder))
+    assert not missing, missing
     output = job.run.output()
     for fault in job.planted:
         line = f"[rank {fault.rank}] Fault: planted {fault.mode} at {fault.point}, step {fault.step}, attempt"
@@ -147,23 +149,24 @@ def finish(job: Job, *, code: int = 0) -> None:
     assert job.fewest is None or job.fewest >= 1
 
 
-def check_journal(job: Job, whole: runs.Run) -> None:
+def check_journal(run: runs.Run, whole: runs.Run) -> None:
     """It is that of the run without faults, bit for bit, and so is all that it repeated."""
     expected = journal.read(whole.folder)
     assert [entry.step for entry in expected] == list(range(1, len(expected) + 1))
     assert all(entry.parameters for entry in expected)
-    assert journal.read(job.run.folder) == expected
-    assert journal.differing_repeats(job.run.folder) == []
-    assert jobs.weights(job.run) == jobs.weights(whole)
-    assert job.run.status["outcome"] == "done"
+    assert journal.read(run.folder) == expected
+    assert journal.differing_repeats(run.folder) == []
+    assert jobs.weights(run) == jobs.weights(whole)
+    assert run.status["outcome"] == "done"
 
 
 def remaining(job: Job) -> list[str]:
     """Processes, shared memory and temporary files of a job that has ended."""
-    deadline = time.monotonic() + 5.0
+    # The fork server ends when it sees that its last rank and the agent have.
+    deadline = time.monotonic() + 20.0
     while (pids := processes(job.mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    left = [f"process {pid}: {_command(pid)}" for pid in pids]
+    left = [f"process {pid}: {command_of(pid)}" for pid in pids]
     left += [f"/dev/shm/{name}" for name in _shared_memory() - job.shared_before if not _is_mapped(name)]
     names = [path.name for path in job.temporary.iterdir()]
     # torchrun keeps the directory for its ranks' logs, and torch its cache of kernels.
@@ -179,54 +182,68 @@ class Measured:
 
     Attributes:
         detection: From the fault until the agent had noticed.
-        recovery: From the fault until the next step was done; None when none followed.
+        restart: From the fault until the next start had built everything and loaded the checkpoint; None
+            when it was killed before.
         lost: Steps that were done and had to be done again.
     """
 
     detection: float
-    recovery: float | None
+    restart: float | None
     lost: int
 
 
-def measure(job: Job) -> dict[faults.Fault, Measured]:
+def measure(run: runs.Run) -> list[Measured]:
     """What each fault cost."""
-    lines = runs.read_lines(job.run.folder / "journal" / "rank-0.jsonl")
-    begun = {line["start"]: line["resumed_step"] for line in lines if "resumed_step" in line}
-    done = [(line["time"], line["start"], line["step"]) for line in lines if "step" in line]
-    noticed = sorted(_times_of_failures(job.run.output()))
-    found = {}
-    for fault, at in faults.witnesses(job.run.folder).items():
-        detected = next((when for when in noticed if when >= at), None)
-        assert detected is not None, f"{fault}: the agent has noticed nothing"
-        next_done = next((when for when, *_ in done if when > at), None)
-        before = [(start, step) for when, start, step in done if when < at]
-        start, step = before[-1] if before else (0, 0)
-        resumed = begun.get(start + 1, step)
-        found[fault] = Measured(
-            detected - at, None if next_done is None else next_done - at, max(step - resumed, 0)
+    lines = runs.read_lines(run.folder / "journal" / "rank-0.jsonl")
+    begun = [(line["time"], line["resumed_step"]) for line in lines if "resumed_step" in line]
+    done = [(line["time"], line["step"]) for line in lines if "step" in line]
+    noticed, times = _times_of_failures(run.output()), sorted(faults.witnesses(run.folder).values())
+    found = []
+    for number, at in enumerate(times):
+        until = times[number + 1] if times[number + 1 :] else float("inf")
+        restored, resumed = next(((when, step) for when, step in begun if at < when <= until), (None, None))
+        first = max((when for when, _ in begun if when < at), default=0.0)
+        step = max((step for when, step in done if first < when < at), default=0)
+        found.append(
+            Measured(
+                detection=min(when for when in noticed if when >= at) - at,
+                restart=None if restored is None else restored - at,
+                lost=max(step - resumed, 0) if resumed is not None else 0,
+            )
         )
     return found
+
+
+def first_steps(run: runs.Run) -> list[float]:
+    """Seconds from a loaded checkpoint to the end of the first step after it: push, rollouts, training."""
+    lines = runs.read_lines(run.folder / "journal" / "rank-0.jsonl")
+    return [
+        b["time"] - a["time"] for a, b in itertools.pairwise(lines) if "resumed_step" in a and "step" in b
+    ]
 
 
 def note(case: str, job: Job, *, is_bitwise: bool = True) -> None:
     """Add one row to the results: medians over the job's faults."""
     path = os.environ.get("TITAN_RL_FAULT_RESULTS")
-    if path is None:
-        return
-    costs = list(measure(job).values())
-    recoveries = [cost.recovery for cost in costs if cost.recovery is not None]
-    row = {
+    if path is not None:
+        with Path(path).open("a") as stream:
+            stream.write(json.dumps(row(case, job.run, job.launcher) | {"bitwise": is_bitwise}) + "\n")
+
+
+def row(case: str, run: runs.Run, launcher: str) -> dict[str, object]:
+    """A row of the table; the first start, which nothing was lost before, counts for no first step."""
+    costs = measure(run)
+    restarts = [cost.restart for cost in costs if cost.restart is not None]
+    return {
         "case": case,
-        "launcher": job.launcher,
+        "launcher": launcher,
         "faults": len(costs),
         "detection": statistics.median(cost.detection for cost in costs),
-        "recovery": statistics.median(recoveries) if recoveries else None,
-        "longest_recovery": max(recoveries, default=None),
+        "restart": statistics.median(restarts) if restarts else None,
+        "longest_restart": max(restarts, default=None),
+        "first_step": statistics.median(first_steps(run)[1:] or first_steps(run)),
         "lost": max(cost.lost for cost in costs),
-        "bitwise": is_bitwise,
     }
-    with Path(path).open("a") as stream:
-        stream.write(json.dumps(row) + "\n")
 
 
 def _times_of_failures(output: str) -> list[float]:
@@ -265,7 +282,7 @@ def processes(mark: str) -> list[int]:
     return found
 
 
-def _command(pid: int) -> str:
+def command_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -273,7 +290,8 @@ def _command(pid: int) -> str:
 
 
 def _shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    """Without the semaphores of Python's queues, which titan_rl has none of and other tests leave behind."""
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
 
 
 def _is_mapped(name: str) -> bool:

@@ -149,7 +149,12 @@ def _start_and_wait(start_one: Callable[[], Run]) -> Run:
 
 
 def start(
-    config: Path, *overrides: object, folder: Path, ranks: int = 1, module: str = "titan_rl.train"
+    config: Path,
+    *overrides: object,
+    folder: Path,
+    ranks: int = 1,
+    module: str = "titan_rl.train",
+    environment: Mapping[str, str] | None = None,
 ) -> Run:
     """Start a run in forked processes, one per rank.
 
@@ -159,11 +164,19 @@ def start(
         folder: The run's ``dump_folder``.
         ranks: Number of processes.
         module: ``titan_rl.train`` or ``titan_rl.evaluate``.
+        environment: What the ranks find in theirs besides.
     """
-    return fork(_main, module, arguments(config, overrides, folder), folder=folder, ranks=ranks)
+    given = arguments(config, overrides, folder)
+    return fork(_main, module, given, folder=folder, ranks=ranks, environment=environment)
 
 
-def fork(function: Callable[..., int | None], *arguments: Any, folder: Path, ranks: int = 1) -> Run:
+def fork(
+    function: Callable[..., int | None],
+    *arguments: Any,
+    folder: Path,
+    ranks: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> Run:
     """Call a function in forked processes with the environment that torchrun would give to a rank.
 
     Args:
@@ -171,13 +184,14 @@ def fork(function: Callable[..., int | None], *arguments: Any, folder: Path, ran
         arguments: What it gets before that; pickled.
         folder: What :class:`Run` holds; the log stands beside it.
         ranks: Number of processes.
+        environment: What they find in theirs besides.
     """
     context = multiprocessing.get_context("forkserver")
     warm_up()
     run = Run(folder, _log(folder))
     port = free_port()
     for rank in range(ranks):
-        environment = _ENVIRONMENT | {
+        of_rank = _ENVIRONMENT | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(ranks),
@@ -187,7 +201,7 @@ def fork(function: Callable[..., int | None], *arguments: Any, folder: Path, ran
         }
         process = context.Process(
             target=_rank,
-            args=(function, (*arguments, rank), environment, str(run.log)),
+            args=(function, (*arguments, rank), of_rank | dict(environment or {}), str(run.log)),
             daemon=True,
         )
         process.start()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from titan_rl.config.dump import to_toml
 from titan_rl.config.toml import Document
 from titan_rl.errors import ConfigError, TitanRLError
-from titan_rl.resilience import faults, signals
+from titan_rl.resilience import faults, shelf, signals
 from titan_rl.resilience.lock import FolderLock
 from titan_rl.resilience.status import Outcome, write_status
 from titan_rl.resilience.stopping import EXIT_CODE
@@ -86,6 +86,7 @@ class _Session:
         done = earlier_start.finished(self._config, text)
         if done is not None:
             if self._writes:
+                self._clean_up()
                 logger.info(done)
             return False
         if self._writes:
@@ -146,11 +147,18 @@ class _Session:
     def _begin(self, text: str) -> None:
         if not self._writes:
             return
+        self._clean_up()
         write_config(self._folder, text)
         write_status(self._folder, "running", step=0)
         if self._lock is not None:
             self._lock.claim()
         self._has_begun = True
+
+    def _clean_up(self) -> None:
+        """Of a save or a removal that was cut off: no save may come that would do it."""
+        left = shelf.clean_up(self._folder / self._config.checkpoint.folder)
+        if left:
+            logger.info("Deleted what an interrupted start left behind: %s.", ", ".join(left))
 
     def _unlock(self) -> None:
         if self._lock is not None:
