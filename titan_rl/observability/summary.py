@@ -71,9 +71,10 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     os.replace(partial, path)
 
 
-def read_scores(path: Path) -> Mapping[int, float]:
-    """Held-out scores by step of an earlier start of the same run; empty if there is none."""
+def read_scores(path: Path) -> tuple[Mapping[int, float], int]:
+    """Held-out scores by step of an earlier start of the same run, and on how many prompts; if any."""
     if not path.is_file():
-        return {}
-    stored = json.loads(path.read_text(encoding="utf-8")).get("scores", {})
-    return {int(step): float(score) for step, score in stored.items()}
+        return {}, 0
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    scores = {int(step): float(score) for step, score in stored.get("scores", {}).items()}
+    return scores, int(stored.get("num_evaluated", 0))

@@ -101,8 +101,10 @@ class PairReporter:
         self._started_step = trainer.step
         path = self._folder / "summary.json"
         if self._collectives.rank == 0 and trainer.step and path.is_file():
-            stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")).get("evaluations", {})
-            self._summary.evaluations = {int(s): v for s, v in stored.items() if int(s) <= trainer.step}
+            stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            evaluations = stored.get("evaluations", {}).items()
+            self._summary.evaluations = {int(s): v for s, v in evaluations if int(s) <= trainer.step}
+            self._summary.num_evaluated = stored.get("num_evaluated", 0)
         self._collectives.barrier()
 
     def evaluation(self, metrics: Mapping[str, float], num_preferences: int) -> None:

@@ -87,8 +87,9 @@ class Reporter:
         if self._collectives.rank == 0:
             self._recorder.drop_after("train", trainer.state.iteration)
             self._recorder.drop_after("evaluation", trainer.step)
-            scores = read_scores(self._folder / "summary.json")
+            scores, self._summary.num_evaluated = read_scores(self._folder / "summary.json")
             self._summary.scores = {s: v for s, v in scores.items() if s <= trainer.step}
+            self._score = next(reversed(self._summary.scores.values()), None)
         self._collectives.barrier()
         self._journal = Journal(self._folder, collectives=self._collectives, resumed_step=trainer.step)
 

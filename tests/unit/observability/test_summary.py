@@ -24,7 +24,7 @@ def make_summary(**changed) -> RunSummary:
 def test_what_is_written_is_what_a_resumed_run_reads(tmp_path):
     path = tmp_path / "summary.json"
     make_summary().write(path)
-    assert read_scores(path) == {0: 0.25, 10: 0.4, 20: 0.5}
+    assert read_scores(path) == ({0: 0.25, 10: 0.4, 20: 0.5}, 200)
     content = json.loads(path.read_text())
     assert content["policy_version"] == 19
     assert content["stage_seconds"]["train"] == 20.0
@@ -32,9 +32,9 @@ def test_what_is_written_is_what_a_resumed_run_reads(tmp_path):
 
 
 def test_a_first_start_has_no_scores(tmp_path):
-    assert read_scores(tmp_path / "summary.json") == {}
+    assert read_scores(tmp_path / "summary.json") == ({}, 0)
     write_json(tmp_path / "summary.json", {"steps": 3})
-    assert read_scores(tmp_path / "summary.json") == {}
+    assert read_scores(tmp_path / "summary.json") == ({}, 0)
 
 
 def test_the_text_says_what_a_person_wants_to_know():
