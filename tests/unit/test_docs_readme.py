@@ -63,7 +63,7 @@ def test_every_command_and_every_file_that_a_command_names_exists(folder):
     commands = "".join(blocks(""))
     shown = [line.partition("  #")[0].strip() for line in commands.splitlines()]
     subcommands = {line.split()[1] for line in shown if line.startswith("titan-rl ")}
-    assert {"validate", "plan", "check", "checkpoints", "export", "doctor"} <= subcommands
+    assert {"validate", "plan", "check", "checkpoints", "export"} <= subcommands
     for name in subcommands:
         with pytest.raises(SystemExit) as ended:
             cli.main([name, "--help"])
