@@ -106,6 +106,20 @@ class Collectives:
         """Reduce one scalar over the data-parallel ranks."""
         return self.reduce({"": value}, how)[""]
 
+    def gather(self, values: Mapping[str, float]) -> dict[str, list[float]]:
+        """Named scalars of every rank of the run, in the order of ranks. Collective.
+
+        Args:
+            values: Scalars by name; all ranks must pass the same names.
+        """
+        names = sorted(values)
+        if self.world_size == 1 or not names:
+            return {name: [float(values[name])] for name in names}
+        packed = torch.tensor([float(values[n]) for n in names], dtype=torch.float64, device=self._device)
+        parts = [torch.empty_like(packed) for _ in range(self.world_size)]
+        dist.all_gather(parts, packed)
+        return {name: [float(part[index]) for part in parts] for index, name in enumerate(names)}
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank of the run, whatever its place in the mesh."""
         return self.first("" if flag else None) is not None
