@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from titan_rl.config.kinds import Array, Kind, Pick, Section, walk
@@ -9,6 +10,15 @@ from titan_rl.config.leaf import NONE, Leaf
 from titan_rl.config.rules import As, Hidden, Rules
 from titan_rl.config.validation import phrase
 from titan_rl.config.writer import write
+
+REDACTED = "<redacted>"
+"""Stands in written configurations in the place of a credential."""
+
+_SECRET = re.compile(
+    r"(^|_)(secret|password|passwd|passphrase|credential|(api|access|private|secret|auth)_?key)s?$"
+    r"|^token$|(^|_)(hf|hub|api|auth|access|bearer|github|wandb)_?token$",
+    re.IGNORECASE,
+)
 
 
 def to_table(instance: Any, rules: Rules | None = None) -> dict[str, Any]:
@@ -33,7 +43,10 @@ def to_table(instance: Any, rules: Rules | None = None) -> dict[str, Any]:
 
 
 def to_toml(instance: Any, rules: Rules | None = None) -> str:
-    """Return :func:`to_table` as TOML text.
+    """Return :func:`to_table` as TOML text, in which what looks like a credential is :data:`REDACTED`.
+
+    Such are strings under keys like ``api_key``, ``hf_token`` or ``password``: a class of a user's own may
+    have them, and the text goes into the output directory and into every checkpoint.
 
     >>> import dataclasses
     >>> @dataclasses.dataclass(kw_only=True, slots=True)
@@ -44,7 +57,15 @@ def to_toml(instance: Any, rules: Rules | None = None) -> str:
     steps = 100
     seed = "none"
     """
-    return write(to_table(instance, rules))
+    return write(_redacted(to_table(instance, rules)))
+
+
+def _redacted(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _redacted(part, name) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_redacted(part, key) for part in value]
+    return REDACTED if isinstance(value, str) and value and _SECRET.search(key) else value
 
 
 def _value(kind: Kind, value: Any, rules: Rules) -> Any:

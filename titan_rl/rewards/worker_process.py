@@ -19,7 +19,10 @@ import titan_rl
 from titan_rl.rewards.process_tree import MARKER_VARIABLE, kill_tree, new_marker
 from titan_rl.rewards.wire import FrameDecoder
 
-_SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
+_SECRET_WORDS = (
+    *("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL"),
+    *("API_KEY", "ACCESS_KEY", "PRIVATE_KEY"),
+)
 _CHUNK_BYTES = 1 << 16
 _KEPT_OUTPUT_BYTES = 2000
 _REAP_SECONDS = 5.0
@@ -33,7 +36,8 @@ def worker_environment(marker: str) -> dict[str, str]:
 
     Returns:
         This process's environment without variables that look like secrets (names that contain TOKEN, SECRET,
-        PASSWORD or API_KEY), with one OpenMP thread, and with this titan_rl importable.
+        PASSWORD, PASSWD, API_KEY, ACCESS_KEY, PRIVATE_KEY or CREDENTIAL), with one OpenMP thread, and with
+        this titan_rl importable.
     """
     kept = {k: v for k, v in os.environ.items() if not any(word in k.upper() for word in _SECRET_WORDS)}
     root = str(Path(titan_rl.__file__).parent.parent)

@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,24 @@ def test_differences_name_the_key_the_old_and_the_new_value(
     old: dict[str, Any], new: dict[str, Any], expected: list[tuple[str, Any, Any]]
 ):
     assert diff(old, new) == expected
+
+
+def test_what_looks_like_a_credential_is_not_written():
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Judge:
+        api_key: str = "canary"
+        hf_token: str = "canary"
+        AWS_SECRET_ACCESS_KEY: str = "canary"
+        tables: list[dict[str, Any]] = dataclasses.field(
+            default_factory=lambda: [{"password": "canary", "weight": 1.0}]
+        )
+        max_tokens: int = 5
+        stop_token: str = ""
+        token_level: str = "kept"
+        monkey: str = "kept"
+
+    text = to_toml(Judge())
+    assert "canary" not in text
+    assert text.count("<redacted>") == 4
+    assert text.count("kept") == 2
+    assert to_table(Judge())["api_key"] == "canary"  # what the run itself reads
