@@ -48,7 +48,7 @@ class FolderLock:
                 "Free some space, or set dump_folder to another directory.",
             ) from error
         self._take(folder)
-        while not self._is_in_place():  # its last holder removed it while we waited for the kernel
+        while not self.is_in_place():  # its last holder removed it while we waited for the kernel
             os.close(self._descriptor)
             self._open()
             self._take(folder)
@@ -57,7 +57,8 @@ class FolderLock:
     def _open(self) -> None:
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def _is_in_place(self) -> bool:
+    def is_in_place(self) -> bool:
+        """Whether the file that is locked is still the folder's."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
         except FileNotFoundError:
@@ -89,14 +90,36 @@ class FolderLock:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, (json.dumps(content) + "\n").encode(), 0)
 
+    def keep(self) -> bool:
+        """Take the lock anew if somebody has deleted its file: without it a second job could start.
+
+        Returns:
+            Whether the file was gone.
+
+        Raises:
+            ConfigError: another job has taken the folder meanwhile.
+        """
+        if self.is_in_place():
+            return False
+        lost = self._descriptor
+        try:
+            self._open()
+            self._take(self._path.parent)
+        except BaseException:
+            self._descriptor = lost
+            raise
+        os.close(lost)
+        self.claim()
+        return True
+
     def release(self, *, is_claimed: bool = True) -> None:
         """Give it back.
 
         Args:
             is_claimed: Whether the name in it is ours; another's is left.
         """
-        if is_claimed or self.stale is None:
-            self._path.unlink()
+        if (is_claimed or self.stale is None) and self.is_in_place():  # somebody may have deleted it
+            self._path.unlink(missing_ok=True)
         os.close(self._descriptor)  # any close of the file by this process gives the lock back
 
     def _holder(self) -> str | None:

@@ -98,3 +98,40 @@ def test_a_folder_that_cannot_be_made_is_the_user_s_to_choose(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="dump_folder must be a directory that can be written"):
         FolderLock(tmp_path / "file" / "run")
+
+
+def test_a_lock_whose_file_was_deleted_is_taken_anew(tmp_path):
+    lock = FolderLock(tmp_path)
+    lock.claim()
+    assert lock.keep() is False
+    (tmp_path / ".lock").unlink()
+    assert lock.keep() is True
+    command = [sys.executable, "-c", HOLDER.replace("time.sleep(600)", ""), str(tmp_path)]
+    second = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Not read here: closing the file would give the lock back.
+    assert (
+        f"must belong to one job at a time; got {tmp_path}, which process {os.getpid()} on" in second.stderr
+    )
+    lock.release()
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_giving_back_a_lock_whose_file_is_gone_is_no_error(tmp_path):
+    lock = FolderLock(tmp_path)
+    lock.claim()
+    (tmp_path / ".lock").unlink()
+    lock.release()
+
+
+def test_a_lock_that_another_job_has_taken_meanwhile_is_theirs(tmp_path):
+    lock = FolderLock(tmp_path)
+    lock.claim()
+    (tmp_path / ".lock").unlink()
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match=f"which process {holder.pid} on"):
+            lock.keep()
+        lock.release()
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == holder.pid
+        holder.kill()
