@@ -52,5 +52,9 @@ class NonFiniteError(TitanRLError):
     """A value that titan_rl computed (loss, log-probability, gradient) is NaN or infinite."""
 
 
+class RollBackError(TitanRLError):
+    """The run has to go back to its last checkpoint. Raised on all ranks alike, and caught by the trainer."""
+
+
 class SaveError(TitanRLError):
     """A checkpoint could not be written, and the run cannot go on without it."""

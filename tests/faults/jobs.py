@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.integration import runs
 from titan_rl.resilience import shelf, signals
@@ -44,9 +47,38 @@ def start(
     )
 
 
-def torchrun(folder: Path, *overrides: object, ranks: int = 1, **planted: object) -> runs.Run:
+def torchrun(
+    folder: Path, *overrides: object, ranks: int = 1, restarts: int = 0, **planted: object
+) -> runs.Run:
     """Start a run with the command that a user types."""
-    return runs.torchrun(CONFIGS / "grpo.toml", *_with(planted), *overrides, folder=folder, ranks=ranks)
+    pairs = (*_with(planted), *overrides)
+    return runs.torchrun(CONFIGS / "grpo.toml", *pairs, folder=folder, ranks=ranks, restarts=restarts)
+
+
+def stopped_in_evaluation(arguments: list[str], step: int, rank: int) -> int:
+    """One rank of a run without a generator to plant faults with; rank 1 is signalled when it evaluates."""
+    train = sys.modules["titan_rl.train"]
+    owners = {
+        sys.modules["titan_rl.trainers.held_out"].HeldOutValidator: "validate",
+        sys.modules["titan_rl.trainers.pair_trainer"].PairTrainer: "evaluate",
+    }
+    for owner, name in owners.items():
+        if rank == 1:
+            setattr(owner, name, _signalled(getattr(owner, name), step))
+    return train.main(arguments)
+
+
+def _signalled(original: Callable[..., Any], step: int) -> Callable[..., Any]:
+    def replaced(self: Any, *arguments: Any) -> Any:
+        at, folder = (arguments[1], self.config.folder) if arguments else (self.step, self.config.dump_folder)
+        witness = Path(folder) / "planted"
+        if at == step and not witness.exists():
+            witness.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)  # the evaluation may take less than the thread that hears the signal
+        return original(self, *arguments)
+
+    return replaced
 
 
 def rank(arguments: list[str]) -> None:

@@ -216,6 +216,7 @@ def torchrun(
     ranks: int = 1,
     nodes: int = 1,
     module: str = "titan_rl.train",
+    restarts: int = 0,
 ) -> Run:
     """Start a run with the command that a user types; arguments as for :func:`start`.
 
@@ -226,8 +227,10 @@ def torchrun(
         ranks: Of each node.
         nodes: How often the command is started, as on so many machines that share a file system.
         module: As for :func:`start`.
+        restarts: How often the ranks are started again when one fails.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    launcher += [f"--max-restarts={restarts}"]
     if nodes == 1:
         launcher += ["--standalone"]
     else:

@@ -40,6 +40,11 @@ class MicroBatch:
     sample_index: torch.Tensor
     document_lengths: list[list[int]]
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors among the attributes, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
     @classmethod
     def empty(cls, rows: int, length: int) -> Self:
         """Nothing but padding, nothing trained: for a rank that ran out of samples, so that it stays in step.

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 
+from titan_rl import heartbeat
 from titan_rl.errors import GeneratorError, StopRequestedError
 from titan_rl.generation.protocol import GeneratorStatus, name_some
 from titan_rl.types import Completion, GenerationRequest
@@ -88,6 +89,7 @@ class InProcessGenerator(ABC):
                         f"unfinished: {name_some(list(self._in_flight))}. Raise sampling.timeout_seconds or "
                         "lower sampling.max_tokens."
                     )
+                heartbeat.beat()
                 self._step()
                 continue
             completion = self._finished.popleft()

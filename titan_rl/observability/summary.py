@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.observability.progress import duration
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -71,10 +74,37 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     os.replace(partial, path)
 
 
-def read_scores(path: Path) -> tuple[Mapping[int, float], int]:
-    """Held-out scores by step of an earlier start of the same run, and on how many prompts; if any."""
-    if not path.is_file():
-        return {}, 0
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    scores = {int(step): float(score) for step, score in stored.get("scores", {}).items()}
-    return scores, int(stored.get("num_evaluated", 0))
+def read_json(path: Path) -> Mapping[str, Any]:
+    """What an earlier start left in a file, a JSON object; empty if there is none.
+
+    One that is broken is as good as none, and named in a warning: a machine that fails may leave a file that
+    was just written empty or cut off.
+
+    Args:
+        path: The file.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be read and is taken as absent: %s.", path, error)
+        return {}
+    if not isinstance(content, dict):
+        logger.warning("%s does not hold a JSON object and is taken as absent.", path)
+        return {}
+    return content
+
+
+def steps_in(content: Mapping[str, Any], key: str) -> dict[int, Any]:
+    """What an earlier start measured by step; empty if there is nothing that can be read.
+
+    Args:
+        content: From :func:`read_json`.
+        key: Of the object in it that has steps for keys.
+    """
+    try:
+        return {int(step): value for step, value in content.get(key, {}).items()}
+    except (AttributeError, ValueError):
+        logger.warning("%s of an earlier start has no steps for keys and is taken as absent.", key)
+        return {}

@@ -7,9 +7,10 @@ retention goes by the order of writing; and a save that fails is counted before 
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,9 +19,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 import titan_rl
-from titan_rl.errors import ConfigError, SaveError
+from titan_rl import heartbeat
+from titan_rl.errors import ConfigError, NonFiniteError, SaveError
 from titan_rl.resilience import faults, shelf
 from titan_rl.resilience import manifest as manifests
 from titan_rl.resilience.manifest import DamagedCheckpointError, Facts, Manifest
@@ -30,6 +33,7 @@ from titan_rl.titan.checkpoint_errors import CHECKPOINT_ERRORS, cause_of
 from titan_rl.titan.collectives import HostGroup
 
 CONFIG_NAME = "config.toml"
+_LEARNT = ("model", "optimizer", "critic")
 _MODEL = "model"  # TorchTitan's name of the model among the states
 
 
@@ -161,7 +165,13 @@ class CheckpointManager(api.CheckpointManager):
 
         Raises:
             SaveError: the last checkpoint of a run failed, or too many in a row.
+            NonFiniteError: the weights or the optimiser's moments are not finite.
         """
+        with heartbeat.phase("checkpoint"):
+            return self._write_and_complete(step, is_last=is_last)
+
+    def _write_and_complete(self, step: int, *, is_last: bool) -> bool:
+        self._refuse_bad_state(step)
         is_resumable = not (is_last and self.last_save_model_only)
         self._task = task = _Task(step, self.facts(), is_resumable)
         try:
@@ -181,6 +191,16 @@ class CheckpointManager(api.CheckpointManager):
         else:
             self.save_future = self._in_background(task, pending)
         return True
+
+    def _refuse_bad_state(self, step: int) -> None:
+        """What is not finite would be resumed for ever: it never becomes a checkpoint. Collective."""
+        states = {name: self.states[name].state_dict() for name in _LEARNT if name in self.states}
+        first = self._group.first(_find_non_finite(states))
+        if first is not None:
+            raise NonFiniteError(
+                f"The state of step {step} must be finite to be saved; got {first[1]} on rank {first[0]}. "
+                "Start again: the checkpoint before it is resumed. Lower optimizer.lr if it comes back."
+            )
 
     def _prepare(self, step: int) -> None:
         """Make the directory, with the configuration of this start in it."""
@@ -337,7 +357,8 @@ class CheckpointManager(api.CheckpointManager):
         if pending is None:
             return
         try:
-            pending.result()
+            with heartbeat.phase("checkpoint"):
+                pending.result()
         except CHECKPOINT_ERRORS as error:
             self._failed(error)
         else:
@@ -431,6 +452,20 @@ class CheckpointManager(api.CheckpointManager):
                 first[1],
                 "Restore [model], or choose another dump_folder.",
             )
+
+
+def _find_non_finite(state: Any, name: str = "") -> str | None:
+    """The first tensor of a nested state that holds NaN or infinity, in words; None if there is none."""
+    if isinstance(state, Mapping):
+        parts = (
+            _find_non_finite(value, f"{name}.{key}" if name else str(key)) for key, value in state.items()
+        )
+        return next((part for part in parts if part is not None), None)
+    value = state.to_local() if isinstance(state, DTensor) else state
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.numel():
+        return None
+    low, high = (float(end) for end in value.detach().aminmax())
+    return None if math.isfinite(low) and math.isfinite(high) else f"{name} from {low} to {high}"
 
 
 def describe(error: BaseException) -> str:

@@ -90,6 +90,10 @@ class StopControl:
         """Whether any rank has given up its work. Collective."""
         return bool(self._group.maximum(int(is_interrupted)))
 
+    def largest(self, value: int) -> int:
+        """The largest value of any rank. Collective."""
+        return self._group.maximum(value)
+
     def note_failure(self, cause: str) -> str:
         """Tell the other ranks why this one ends, in case they wait for it.
 

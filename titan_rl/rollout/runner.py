@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from titan_rl import heartbeat
 from titan_rl.data.chat import PromptEncoder
 from titan_rl.errors import GeneratorError, RewardError, StopRequestedError
 from titan_rl.generation.protocol import Generator, check_completion
@@ -93,17 +94,20 @@ class RolloutRunner:
         started, kept = time.perf_counter(), None
         faults.at("rollout.begin")
         try:
-            kept = self._generate(groups, sampling, policy_version, stats)
+            with heartbeat.phase("generate"):
+                kept = self._generate(groups, sampling, policy_version, stats)
             stats.generation_seconds = time.perf_counter() - started
             faults.at("rollout.end")
-            self._collect_rewards(kept, stats)
+            with heartbeat.phase("reward"):
+                self._collect_rewards(kept, stats)
             stats.reward_seconds = time.perf_counter() - started - stats.generation_seconds
         except StopRequestedError:
             kept = None
         # A rank that finished before the request came gives its rollouts up with the others.
-        is_stopping = (
-            kept is None if self._control is None else self._control.is_stopping_anywhere(kept is None)
-        )
+        with heartbeat.phase("collective"):
+            is_stopping = (
+                kept is None if self._control is None else self._control.is_stopping_anywhere(kept is None)
+            )
         if kept is None or is_stopping:
             raise StopRequestedError("The rollouts were given up: the run was asked to stop.")
         return (kept, stats) if self._exchange is None else exchange_groups(kept, stats, self._exchange)
@@ -141,6 +145,7 @@ class RolloutRunner:
         self._scoring, half = [], len(requests) // 2
         for completion in self._generator.completions(self._timeout):
             asked = requests.pop(completion.request_id, None)
+            heartbeat.beat()
             if asked is None:
                 raise GeneratorError(
                     f"The generator must answer each request once; got another completion of "
@@ -179,6 +184,7 @@ class RolloutRunner:
         for key, result in self._rewards.results(self._timeout):
             if self._control is not None and self._control.should_interrupt():
                 raise StopRequestedError("Rewards were given up: the run was asked to stop.")
+            heartbeat.beat()
             answered += 1
             if answered == (expected + 1) // 2:
                 faults.at("reward.mid")

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titan_rl import heartbeat
 from titan_rl.titan.buckets import Bucket
 
 Prepared = tuple[torch.Tensor, dict[str, Any], torch.Tensor]
@@ -96,6 +97,7 @@ class Pipeline:
         self._schedule._loss_fn = of_micro_batch
         is_first, is_last = self._rank == 0, self._rank == self._ranks - 1
         for start in range(0, len(prepared), self.micro_batches):
+            heartbeat.beat()
             chosen = prepared[start : start + self.micro_batches]
             numbers = [torch.tensor(start + offset) for offset in range(len(chosen))]
             self._schedule.step(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Interval
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 ACTIVATION_CHECKPOINTING = {
@@ -25,7 +25,7 @@ class OptimizerSection:
     lr: Annotated[float, Gt(0)] = 1e-6
     """Peak learning rate."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Interval(ge=0, lt=1)], Annotated[float, Interval(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay of the first and second moments."""
 
     eps: Annotated[float, Gt(0)] = 1e-8

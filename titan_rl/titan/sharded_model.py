@@ -23,6 +23,7 @@ from torchtitan.distributed.spmd_types import annotate_input_spmd_types
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 
+from titan_rl import heartbeat
 from titan_rl.titan.branches import has_branches, knows_branches, sharers
 from titan_rl.titan.buckets import BUCKET_BYTES, full_buckets, one_by_one
 from titan_rl.titan.pipeline import Pipeline
@@ -261,6 +262,7 @@ class ShardedModel:
                 )
         metrics = []
         for number, rows in enumerate(batches):
+            heartbeat.beat()
             self._hold_reduction(is_last=number == len(batches) - 1)
             inputs, kwargs, index = self.prepare(rows)
             with self._train_context():
@@ -296,6 +298,7 @@ class ShardedModel:
         """
         scores: dict[int, torch.Tensor] = {}
         for number, rows in enumerate(batches):
+            heartbeat.beat()
             with self._train_context():
                 hidden = self.forward(rows)
                 if hidden is not None:

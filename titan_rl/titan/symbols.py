@@ -16,6 +16,9 @@ TORCHTITAN_IMPORTS = {
         "CrossEntropyLoss": "Loss of supervised runs.",
         "IGNORE_INDEX": "Label of tokens that are not trained in supervised runs.",
     },
+    "torchtitan.components.metrics": {
+        "MetricsProcessor": "Bounds of `metrics.*` keys in the schema.",
+    },
     "torchtitan.components.optimizer": {
         "LRSchedulersContainer": "The critic's schedule, and its configuration.",
         "OptimizersContainer": "The optimiser's configuration, which `[optimizer]` becomes.",
@@ -26,6 +29,7 @@ TORCHTITAN_IMPORTS = {
         "Validator": "Base of the validation on held-out documents in supervised runs.",
     },
     "torchtitan.config.configs": {
+        "CommConfig": "Bounds of `comm.*` keys in the schema.",
         "TrainingConfig": "Bounds of `training.*` keys in the schema.",
     },
     "torchtitan.config": {
@@ -55,6 +59,7 @@ TORCHTITAN_IMPORTS = {
         "set_spmd_backend": "How the model of a plan or a check is sharded.",
     },
     "torchtitan.distributed": {
+        "utils": "Module in which the clipping is replaced during a supervised step.",
         "ParallelDims": "Finds the data-parallel ranks; the mesh of a plan and of a check.",
         "fsdp": "Module in which the gradient division is replaced on a CPU.",
     },
@@ -194,6 +199,9 @@ TORCHTITAN_REACHED = {
         "MetricsProcessor.logger": "Writes metrics to TensorBoard and W&B.",
         "MetricsProcessor.should_log": "Applies `metrics.log_freq`.",
     },
+    "torchtitan.distributed.utils": {
+        "clip_grad_norm_": "REPLACED during a supervised step: the norm is judged first.",
+    },
     "torchtitan.distributed.fsdp": {
         "disable_fsdp_gradient_division": "REPLACED on a CPU: gloo cannot scale while it sums.",
     },
@@ -264,6 +272,8 @@ TORCHTITAN_REACHED = {
     "torchtitan.trainer": {
         "Trainer.checkpointer": "Saves and restores.",
         "Trainer.close": "OVERRIDDEN: the generator and the rewards end first.",
+        "Trainer.dataloader": "Goes on where it was when a supervised run goes back.",
+        "Trainer.forward_backward_step": "OVERRIDDEN in supervised runs: a sign of life, and the loss.",
         "Trainer.loss_fn": "Built by TorchTitan from `[loss]`.",
         "Trainer.lr_schedulers": "Steps with the optimiser.",
         "Trainer.metrics_processor": "Where metrics go.",
@@ -277,6 +287,7 @@ TORCHTITAN_REACHED = {
         "Trainer.should_continue_training": "OVERRIDDEN: the safe point, and the end at `training.steps`.",
         "Trainer.step": "Optimiser steps, and is in the checkpoint.",
         "Trainer.train": "OVERRIDDEN in RL: the loop over iterations.",
+        "Trainer.train_step": "OVERRIDDEN in supervised runs: a bad gradient ends it.",
         "Trainer.train_context": "Context of forward and backward passes.",
     },
 }

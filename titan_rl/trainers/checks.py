@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from titan_rl.trainers.supervised import SupervisedTrainer
 
 
+_NEEDS_ACCELERATOR = (
+    "reference.offload_to_cpu",
+    "teacher.offload_to_cpu",
+    "training.enable_cpu_offload",
+    "training.gc_debug",
+    "profiler.enable_memory_snapshot",
+)
+
+
 def check_config(config: RLTrainer.Config, *, world_size: int, device_type: str) -> None:
     """Refuse an RL configuration that cannot do what it says.
 
@@ -62,10 +71,12 @@ def _checks(config: RLTrainer.Config, device_type: str) -> list[Callable[[], Non
         lambda: _check_steps(config),
         lambda: _check_lengths(config),
         lambda: _check_sampling(config),
-        lambda: _check_device(config, device_type),
+        lambda: check_saving(config),
+        lambda: check_device(config, device_type),
         lambda: _check_algorithm(config),
         lambda: _check_shaping(config),
         lambda: _check_batching(config),
+        lambda: _check_watchdog(config),
     ]
 
 
@@ -96,18 +107,21 @@ def _check_algorithm(config: RLTrainer.Config) -> None:
     )
 
 
-def check_supervised_config(config: SupervisedTrainer.Config, *, world_size: int) -> None:
+def check_supervised_config(config: SupervisedTrainer.Config, *, world_size: int, device_type: str) -> None:
     """Refuse a supervised configuration that cannot do what it says.
 
     Args:
         config: The whole configuration.
         world_size: Number of ranks of the run.
+        device_type: ``cpu`` or ``cuda``.
 
     Raises:
         ConfigError: the first contradiction found.
     """
     training, parallelism = config.training, config.parallelism
     check_layout(config, world_size=world_size)
+    check_saving(config)
+    check_device(config, device_type)
     rows = training.local_batch_size * data_parallel_degree(parallelism, world_size)
     if training.global_batch_size > 0 and training.global_batch_size % rows:
         raise ConfigError(
@@ -266,17 +280,61 @@ def _check_batching(config: RLTrainer.Config) -> None:
         shares_prompts(config)  # raises
 
 
-def _check_device(config: RLTrainer.Config, device_type: str) -> None:
+def _check_watchdog(config: RLTrainer.Config) -> None:
+    section, longest = config.resilience.watchdog, 2 * config.sampling.timeout_seconds
+    if section is not None and 0 < section.collective_seconds <= longest:
+        raise ConfigError(
+            "resilience.watchdog.collective_seconds",
+            f"be more than 2 x sampling.timeout_seconds = {longest:g}, for which a rank may wait for the "
+            "rollouts and rewards of another",
+            section.collective_seconds,
+            "Raise it, or lower sampling.timeout_seconds.",
+        )
+
+
+def check_saving(config: Any) -> None:
+    """Refuse what needs checkpoints where there are none.
+
+    Args:
+        config: With TorchTitan's sections.
+
+    Raises:
+        ConfigError: ``checkpoint.load_step`` or ``resilience.bad_step = "roll_back"`` without
+            ``checkpoint.enable``.
+    """
+    section = config.checkpoint
+    if not section.enable and config.resilience.bad_step == "roll_back":
+        raise ConfigError(
+            "resilience.bad_step",
+            'be "skip" or "abort" with checkpoint.enable = false, where there is nothing to go back to',
+            "roll_back",
+            "Set checkpoint.enable = true.",
+        )
+    if not section.enable and section.load_step != -1:
+        raise ConfigError(
+            "checkpoint.load_step",
+            "be left out with checkpoint.enable = false, which neither saves nor loads",
+            section.load_step,
+            "Set checkpoint.enable = true, or remove it.",
+        )
+
+
+def check_device(config: Any, device_type: str) -> None:
+    """Refuse what a CPU cannot do, of whichever trainer.
+
+    Args:
+        config: With TorchTitan's sections.
+        device_type: ``cpu`` or ``cuda``.
+
+    Raises:
+        ConfigError: the first key that needs an accelerator.
+    """
     if device_type != "cpu":
         return
-    refused = [
-        ("reference.offload_to_cpu", config.reference.offload_to_cpu),
-        ("teacher.offload_to_cpu", config.teacher is not None and config.teacher.offload_to_cpu),
-        ("training.enable_cpu_offload", config.training.enable_cpu_offload),
-        ("training.gc_debug", config.training.gc_debug),
-        ("profiler.enable_memory_snapshot", getattr(config.profiler, "enable_memory_snapshot", False)),
-    ]
-    for key, value in refused:
+    for key in _NEEDS_ACCELERATOR:
+        value: Any = config
+        for name in key.split("."):
+            value = getattr(value, name, None)
         if value:
             raise ConfigError(key, "be false on a CPU, where it needs an accelerator", value, "Remove it.")
     if getattr(config.checkpoint, "async_mode", "disabled") == "async_with_pinned_mem":

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Le
 
 from titan_rl.algorithms.registries import ALGORITHMS
 from titan_rl.config.choice import Choice
@@ -16,7 +16,17 @@ from titan_rl.config.presets import types_in
 from titan_rl.config.registry import resolve
 from titan_rl.config.rules import As, Hidden, Limits, Rules
 from titan_rl.config.toml import Document
-from titan_rl.titan.api import Profiler, SelectiveAC, Trainer, TrainingConfig
+from titan_rl.titan.api import (
+    CheckpointManager,
+    CommConfig,
+    LRSchedulersContainer,
+    MemoryBudgetAC,
+    MetricsProcessor,
+    Profiler,
+    SelectiveAC,
+    Trainer,
+    TrainingConfig,
+)
 from titan_rl.titan.device import choose_device, install
 from titan_rl.titan.models import build_spec
 from titan_rl.titan.sections import (
@@ -52,6 +62,25 @@ RULES: Rules = {
     (TrainingConfig, "steps"): Limits((Ge(1),)),
     (TrainingConfig, "seq_len"): Limits((Ge(2),)),
     (TrainingConfig, "local_batch_size"): Limits((Ge(1),)),
+    (TrainingConfig, "global_batch_size"): Limits((Ge(-1),)),
+    (TrainingConfig, "max_norm"): Limits((Gt(0),)),
+    (TrainingConfig, "gc_freq"): Limits((Ge(1),)),
+    (CheckpointManager.Config, "interval"): Limits((Ge(1),)),
+    (CheckpointManager.Config, "keep_latest_k"): Limits((Ge(0),)),
+    (CheckpointManager.Config, "load_step"): Limits((Ge(-1),)),
+    (MetricsProcessor.Config, "log_freq"): Limits((Ge(1),)),
+    (LRSchedulersContainer.Config, "warmup_steps"): Limits((Ge(0),)),
+    (LRSchedulersContainer.Config, "total_steps"): Limits((Ge(1),)),
+    (LRSchedulersContainer.Config, "decay_ratio"): Limits((Ge(0), Le(1))),
+    (LRSchedulersContainer.Config, "min_lr_factor"): Limits((Ge(0), Le(1))),
+    (CommConfig, "init_timeout_seconds"): Limits((Ge(1),)),
+    (CommConfig, "train_timeout_seconds"): Limits((Ge(1),)),
+    (MemoryBudgetAC.Config, "memory_budget"): Limits((Ge(0), Le(1))),
+    (Profiler.Config, "profile_freq"): Limits((Ge(1),)),
+    (Profiler.Config, "profiler_active"): Limits((Ge(1),)),
+    (Profiler.Config, "profiler_warmup"): Limits((Ge(0),)),
+    (Profiler.Config, "memory_snapshot_freq"): Limits((Ge(1),)),
+    (Profiler.Config, "memory_snapshot_max_entries"): Limits((Ge(1),)),
 }
 
 

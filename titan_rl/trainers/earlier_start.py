@@ -5,7 +5,6 @@ All of it is decided before anything is written, so that a start that is refused
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 from titan_rl.config.choice import owner_of
 from titan_rl.config.differences import diff
 from titan_rl.errors import ConfigError
+from titan_rl.observability.summary import read_json
 from titan_rl.resilience import manifest, shelf
 from titan_rl.resilience.state import RunState
 from titan_rl.titan.api import logger
@@ -46,7 +46,7 @@ def finished(config: Any, config_text: str) -> str | None:
     status = _status(folder)
     if status.get("outcome") != "done" or not _is_same(folder, config_text):
         return None
-    summary = _read(folder / "summary.json")
+    summary = read_json(folder / "summary.json")
     paths = [Path(path) for path in summary.get("paths", {}).values()]
     if config.checkpoint.enable:
         paths.append(folder / config.checkpoint.folder / f"step-{status['step']}")
@@ -197,11 +197,7 @@ def _held_out(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _status(folder: Path) -> Mapping[str, Any]:
-    return _read(folder / "status.json")
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_json(folder / "status.json")
 
 
 def _is_same(folder: Path, config_text: str) -> bool:

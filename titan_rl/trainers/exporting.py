@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from titan_rl import heartbeat
 from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.titan.weights import WeightStream, export_hf, is_tied
 from titan_rl.trainers import assembly
@@ -21,11 +22,12 @@ def export(trainer: Any) -> Path:
     """
     model = ShardedModel.of_trainer(trainer)
     directory = Path(trainer.config.dump_folder) / "export"
-    export_hf(
-        WeightStream(model, assembly.state_dict_adapter(trainer)),
-        directory=directory,
-        hf_config=trainer.hf_config,
-        assets=trainer.config.hf_assets_path,
-        is_tied=is_tied(model),
-    )
+    with heartbeat.phase("checkpoint"):
+        export_hf(
+            WeightStream(model, assembly.state_dict_adapter(trainer)),
+            directory=directory,
+            hf_config=trainer.hf_config,
+            assets=trainer.config.hf_assets_path,
+            is_tied=is_tied(model),
+        )
     return directory

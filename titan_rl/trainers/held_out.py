@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,13 +13,16 @@ from annotated_types import Ge
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from titan_rl import heartbeat
 from titan_rl.config.choice import build
-from titan_rl.observability.summary import write_json
+from titan_rl.errors import StopRequestedError
+from titan_rl.observability.summary import read_json, steps_in, write_json
 from titan_rl.titan.api import IGNORE_INDEX, Validator, dist_sum, logger
 from titan_rl.titan.device import choose_device
 from titan_rl.titan.sharded_model import fsdp_modules
 from titan_rl.trainers.supervised_data import Encoder, Row, SupervisedDataSection, to_batch
 
+_Batch = tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]
 _SUMS = ("loss", "tokens", "right_tokens", "documents", "wrong_documents")
 
 
@@ -36,12 +38,35 @@ class ValidationSection:
     """Most held-out prompts of each source; 0: no validation."""
 
 
+class LeftOver:
+    """Whether the validation of the last step is still to be done, in the run's checkpoint.
+
+    Attributes:
+        is_validation_left: It was given up, because the run was asked to stop.
+    """
+
+    def __init__(self) -> None:
+        self.is_validation_left = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The attribute as a tensor."""
+        return {"is_validation_left": torch.tensor(self.is_validation_left, dtype=torch.int64)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore it."""
+        self.is_validation_left = bool(state_dict["is_validation_left"])
+
+
 class HeldOutValidator(Validator):
     """TorchTitan's place for a validation, filled with the documents that the sources hold out.
 
     Attributes:
         measured: The loss of the last validation, by its step.
+        left_over: Whether the last validation was given up.
+        unless_stopping: Goes through the batches, and gives up when the run is asked to stop.
     """
+
+    unless_stopping: Callable[[Iterable[_Batch]], Iterable[_Batch]]
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
@@ -68,6 +93,7 @@ class HeldOutValidator(Validator):
         """
         self.config: Any = config
         self.measured: dict[int, float] = {}
+        self.left_over, self.unless_stopping = LeftOver(), iter
         self.parallelism, self.parallel_dims = given["parallelism"], given["parallel_dims"]
         self.loss_fn, self.validation_context = given["loss_fn"], given["validation_context"]
         self.metrics_processor = given["metrics_processor"]
@@ -90,16 +116,26 @@ class HeldOutValidator(Validator):
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """Score all held-out documents and report loss and accuracy. Collective."""
+        """Score all held-out documents and report loss and accuracy. Collective.
+
+        When the run is asked to stop, this is left to the start that continues it.
+        """
         for model in model_parts:
             model.eval()
-        sums = torch.zeros(len(_SUMS), dtype=torch.float64)
-        for inputs, labels, documents in self._batches():
-            sums += self._score(model_parts, inputs, labels, documents)
-        for model in model_parts:
-            model.train()
-            for module in fsdp_modules(model):  # nothing gathered outlives this
-                module.reshard()
+        sums, self.left_over.is_validation_left = torch.zeros(len(_SUMS), dtype=torch.float64), True
+        try:
+            with heartbeat.phase("evaluate"):
+                for inputs, labels, documents in self.unless_stopping(self._batches()):
+                    heartbeat.beat()
+                    sums += self._score(model_parts, inputs, labels, documents)
+            self.left_over.is_validation_left = False
+        except StopRequestedError:
+            return
+        finally:
+            for model in model_parts:
+                model.train()
+                for module in fsdp_modules(model):  # nothing gathered outlives this
+                    module.reshard()
         self._report(step, sums)
 
     def _pack(self, encoder: Encoder) -> tuple[list[Row], int]:
@@ -118,7 +154,7 @@ class HeldOutValidator(Validator):
             row.pad(self._row_tokens)
         return rows, count
 
-    def _batches(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]]:
+    def _batches(self) -> Iterator[_Batch]:
         """This rank's batches, as many as every other rank has."""
         together = self._ranks * self._rows_per_batch
         empty = Row()
@@ -172,6 +208,8 @@ class HeldOutValidator(Validator):
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         """Add to ``validation.json``: metrics by step; a resumed run writes later steps anew."""
         path = Path(self.config.folder) / "validation.json"
-        known = json.loads(path.read_text(encoding="utf-8"))["steps"] if path.is_file() else {}
-        known = {name: value for name, value in known.items() if int(name) < step} | {str(step): metrics}
+        known = {
+            number: value for number, value in steps_in(read_json(path), "steps").items() if number < step
+        }
+        known[step] = metrics
         write_json(path, {"num_documents": self.num_documents, "steps": known})

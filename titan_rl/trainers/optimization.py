@@ -51,6 +51,19 @@ class StepBatch:
     values: list[torch.Tensor] = field(default_factory=list)
     returns: list[torch.Tensor] = field(default_factory=list)
 
+    def tensors(self, number: int) -> dict[str, torch.Tensor]:
+        """Everything that a micro-batch was trained on, by name.
+
+        Args:
+            number: Of the micro-batch.
+        """
+        found = self.micro_batches[number].tensors()
+        for name in ("old_logprobs", "ref_logprobs", "values", "returns"):
+            rows = getattr(self, name)
+            if rows:
+                found[name] = rows[number]
+        return found
+
 
 def align_ranks(
     micro_batches: Sequence[MicroBatch],

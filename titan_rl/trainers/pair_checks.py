@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from titan_rl.errors import ConfigError
-from titan_rl.trainers.checks import check_layout
+from titan_rl.trainers.checks import check_device, check_layout, check_saving
 
 if TYPE_CHECKING:
     from titan_rl.trainers.pair_trainer import PairTrainer
@@ -32,23 +32,5 @@ def check_pair_config(config: PairTrainer.Config, *, world_size: int, device_typ
         )
     if config.validator.enable:
         raise ConfigError("validator.enable", "be false here", True, "Set [evaluation] instead.")
-    if device_type == "cpu":
-        _check_cpu(config)
-
-
-def _check_cpu(config: PairTrainer.Config) -> None:
-    refused = [
-        ("training.enable_cpu_offload", config.training.enable_cpu_offload),
-        ("training.gc_debug", config.training.gc_debug),
-        ("profiler.enable_memory_snapshot", getattr(config.profiler, "enable_memory_snapshot", False)),
-    ]
-    for key, value in refused:
-        if value:
-            raise ConfigError(key, "be false on a CPU, where it needs an accelerator", value, "Remove it.")
-    if getattr(config.checkpoint, "async_mode", "disabled") == "async_with_pinned_mem":
-        raise ConfigError(
-            "checkpoint.async_mode",
-            'be "disabled" or "async" on a CPU, which has no pinned memory',
-            "async_with_pinned_mem",
-            'Set checkpoint.async_mode = "async".',
-        )
+    check_saving(config)
+    check_device(config, device_type)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titan_rl.errors import TitanRLError
 from titan_rl.observability.progress import duration, progress_line
-from titan_rl.observability.summary import write_json
+from titan_rl.observability.summary import read_json, steps_in, write_json
 from titan_rl.resilience.manifest import HeldOut
 from titan_rl.titan.api import logger
 from titan_rl.titan.device import peak_memory_bytes
+from titan_rl.trainers.slow_ranks import stragglers
 
 if TYPE_CHECKING:
     from titan_rl.trainers.pair_trainer import PairTrainer, StepOutcome
@@ -99,13 +99,17 @@ class PairReporter:
         """After the checkpoint is restored: keep the evaluations of earlier starts up to its step."""
         trainer = self._trainer
         self._started_step = trainer.step
-        path = self._folder / "summary.json"
-        if self._collectives.rank == 0 and trainer.step and path.is_file():
-            stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            evaluations = stored.get("evaluations", {}).items()
-            self._summary.evaluations = {int(s): v for s, v in evaluations if int(s) <= trainer.step}
+        if self._collectives.rank == 0 and trainer.step:
+            stored = read_json(self._folder / "summary.json")
+            self._summary.evaluations = steps_in(stored, "evaluations")
             self._summary.num_evaluated = stored.get("num_evaluated", 0)
+        self.forget_later_steps()
         self._collectives.barrier()
+
+    def forget_later_steps(self) -> None:
+        """Drop evaluations of steps after the present one, which are done again."""
+        step, known = self._trainer.step, self._summary.evaluations
+        self._summary.evaluations = {s: v for s, v in known.items() if s <= step}
 
     def evaluation(self, metrics: Mapping[str, float], num_preferences: int) -> None:
         """Report one evaluation.
@@ -138,7 +142,7 @@ class PairReporter:
     def step(self, outcome: StepOutcome) -> None:
         """Report one optimiser step. Collective."""
         trainer = self._trainer
-        seconds = trainer.timer.take()
+        seconds, own_seconds = trainer.timer.take()
         for stage in _STAGES:
             stages = self._summary.stage_seconds
             stages[stage] = stages.get(stage, 0.0) + seconds.get(stage, 0.0)
@@ -147,6 +151,7 @@ class PairReporter:
         )
         metrics = {f"preference/{name}": value for name, value in outcome.metrics.items()}
         metrics |= {f"time/{stage}": seconds.get(stage, 0.0) for stage in _STAGES}
+        metrics |= stragglers(own_seconds, _STAGES, collectives=self._collectives)
         metrics |= {
             "throughput/tokens_per_second": totals["tokens"] / max(sum(seconds.values()), 1e-9),
             "batch/padding_fraction": 1.0 - totals["tokens"] / max(totals["computed"], 1),

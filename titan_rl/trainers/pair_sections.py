@@ -10,7 +10,6 @@ from annotated_types import Ge
 from titan_rl.config.choice import Choice
 from titan_rl.data.arithmetic_preferences import ArithmeticPreferences
 from titan_rl.data.preferences import PREFERENCES
-from titan_rl.trainers.sections import ResilienceSection
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,11 +57,3 @@ class PairReferenceSection:
     cache_folder: str = ""
     """Where the reference's log-probabilities are kept; empty: ``<dump_folder>/reference``. Runs with equal
     initial weights can share a folder: each completion is scored once."""
-
-
-@dataclass(kw_only=True, slots=True)
-class PairResilienceSection(ResilienceSection):
-    """Table ``[resilience]`` of a preference or reward-model run."""
-
-    max_skipped_steps: Annotated[int, Ge(0)] = 3
-    """The run ends after more skipped steps in a row (a non-finite gradient)."""

@@ -20,6 +20,7 @@ import tyro
 from titan_rl.algorithms.preference_interfaces import CompletionScores, PreferenceInputs, PreferenceLoss
 from titan_rl.config.choice import build
 from titan_rl.data.preferences import Preference
+from titan_rl.errors import RollBackError, StopRequestedError
 from titan_rl.functional.expert_load import expert_load
 from titan_rl.observability.stages import StageTimer
 from titan_rl.policy.reference_cache import ReferenceCache
@@ -27,6 +28,7 @@ from titan_rl.resilience.manifest import Facts
 from titan_rl.resilience.saving import CheckpointManager
 from titan_rl.resilience.skip_limit import SkipLimit
 from titan_rl.resilience.state import RunState, seed_process
+from titan_rl.titan import waiting
 from titan_rl.titan.api import Profiler, Trainer, logger, set_pg_timeouts
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.models import ModelSection
@@ -39,11 +41,10 @@ from titan_rl.trainers.pair_reporting import PairReporter
 from titan_rl.trainers.pair_sections import (
     PairDataSection,
     PairEvaluationSection,
-    PairResilienceSection,
 )
 from titan_rl.trainers.resilient import ResilientTrainer
 from titan_rl.trainers.row_shape import row_shape
-from titan_rl.trainers.sections import BatchingSection
+from titan_rl.trainers.sections import BatchingSection, ResilienceSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class PairTrainer(ResilientTrainer):
         """How completions become rows."""
         evaluation: PairEvaluationSection = field(default_factory=PairEvaluationSection)
         """Held-out preferences."""
-        resilience: PairResilienceSection = field(default_factory=PairResilienceSection)
+        resilience: ResilienceSection = field(default_factory=ResilienceSection)
         """When to save, to stop and to give up."""
         # TorchTitan types these fields by their base classes; each is built by its own class alone.
         dataloader: NoDataLoader.Config = field(  # pyrefly: ignore[bad-override-mutable-attribute]
@@ -141,7 +142,7 @@ class PairTrainer(ResilientTrainer):
         self.collectives = Collectives(self.parallel_dims, self.device)
         if self.config.checkpoint.enable:  # otherwise TorchTitan's checkpointer has no states
             self.checkpointer.states["pair_state"] = self.state
-        self.timer = StageTimer()
+        self.timer = StageTimer(waiting.waited_seconds)
         self.skip_limit = SkipLimit(
             config.resilience.max_skipped_steps, look_at="the data and at optimizer.lr"
         )
@@ -203,11 +204,15 @@ class PairTrainer(ResilientTrainer):
 
     def train(self) -> None:
         """Train until ``training.steps`` optimiser steps are done."""
-        with self.timer.stage("reference"):
-            self.prepare()
+        try:
+            with self.timer.stage("reference"):
+                self.prepare()
+        except StopRequestedError:
+            self.give_up()
+            return
         self._resume()
         self.report.start()
-        if self.state.iteration == 0:
+        if self.state.iteration == 0 or self.state.is_evaluation_left:
             self.evaluate()
         with self.config.profiler.build(
             global_step=self.step, base_folder=self.config.dump_folder
@@ -222,8 +227,13 @@ class PairTrainer(ResilientTrainer):
         while self.should_continue_training():
             self.gc_handler.run(self.step + 1)
             seed_process(self.run_seed, self.state.iteration, self.collectives.data_rank)
-            outcome = self.optimizer_step(self.data.draw(self.state.cursor, count))
+            drawn = self.data.draw(self.state.cursor, count)
             self.state.cursor += count
+            try:
+                outcome = self.optimizer_step(drawn)
+            except RollBackError:
+                self._go_back()
+                continue
             self.state.iteration += 1
             if self._evaluation_is_due():
                 self.evaluate()
@@ -251,14 +261,16 @@ class PairTrainer(ResilientTrainer):
             grad_norm = self.policy.clip_grad_norm(self.config.training.max_norm)
             load = expert_load(self.policy.take_router_load())
             metrics = self.reduce(parts) | {f"moe_{name}": value for name, value in load.items()}
-            if math.isfinite(grad_norm):
+            cause = self.bad_steps.guard.fault(grad_norm)
+            if cause is None:
                 self.checkpointer.maybe_wait_for_staging()
                 self.optimizers.step()
                 self.lr_schedulers.step()
                 self.state.policy_version += 1
                 self.skip_limit.applied()
+                self.bad_steps.guard.applied(grad_norm)
             else:
-                self._skip(grad_norm)
+                self._skip(cause, batches, parts)
         tokens = sum(batch.micro_batch.num_tokens for batch in batches)
         self.ntokens_seen += tokens
         return StepOutcome(
@@ -294,21 +306,33 @@ class PairTrainer(ResilientTrainer):
         return self.policy.forward_backward([batch.micro_batch for batch in batches], loss)
 
     def evaluate(self) -> dict[str, float]:
-        """Score held-out preferences and report the result; empty when nothing is held out. Collective."""
+        """Score held-out preferences and report the result; empty when nothing is held out. Collective.
+
+        It is empty too when the run is asked to stop, and then left to the start that continues the run.
+        """
         drawn = self.data.held_out_preferences(self.config.evaluation.num_preferences)
         if not drawn or self.data.held_out is None:
             return {}
-        with self.timer.stage("evaluate"):
-            batches = self.make_batches(drawn)
-            baseline = self.kl_baseline(self.data.held_out, drawn)
-            parts = []
-            for batch, values in zip(batches, self.frozen_values(batches), strict=True):
-                with torch.no_grad():
-                    inputs = self._inputs(batch, values, num_sides(drawn), baseline)
-                    parts.append(self.loss_fn(inputs).metrics)
-            metrics = self.reduce(parts)
+        self.state.is_evaluation_left = 1
+        try:
+            with self.timer.stage("evaluate"):
+                metrics = self._evaluate(drawn, self.data.held_out)
+        except StopRequestedError:
+            return {}
+        self.state.is_evaluation_left = 0
         self.report.evaluation(metrics, len(drawn))
         return metrics
+
+    def _evaluate(self, drawn: Sequence[Preference], split: PairSplit) -> dict[str, float]:
+        batches = self.make_batches(drawn)
+        baseline = self.kl_baseline(split, drawn, may_stop=True)
+        parts = []
+        for batch in self.unless_stopping(batches):
+            (values,) = self.frozen_values([batch])
+            with torch.no_grad():
+                inputs = self._inputs(batch, values, num_sides(drawn), baseline)
+                parts.append(self.loss_fn(inputs).metrics)
+        return self.reduce(parts)
 
     # ------------------------------------------------------------------------------------------ details
 
@@ -338,7 +362,9 @@ class PairTrainer(ResilientTrainer):
         rows = self.policy.scores([batch.micro_batch for batch in batches], score)
         return [row.view(-1)[: len(batch.keys)] for row, batch in zip(rows, batches, strict=True)]
 
-    def kl_baseline(self, split: PairSplit, drawn: Sequence[Preference]) -> torch.Tensor | None:
+    def kl_baseline(
+        self, split: PairSplit, drawn: Sequence[Preference], *, may_stop: bool = False
+    ) -> torch.Tensor | None:
         """Mean log-ratio of policy and reference on completions of other prompts, at least 0. Collective.
 
         One number for the whole step, so that it depends on neither micro-batches nor ranks.
@@ -346,12 +372,17 @@ class PairTrainer(ResilientTrainer):
         Args:
             split: Where the preferences are from.
             drawn: Of all ranks.
+            may_stop: Whether to give up when the run is asked to stop.
+
+        Raises:
+            StopRequestedError: it was, on every rank.
         """
         if not self.loss_fn.needs.kl_baseline:
             return None
         total, count = 0.0, 0
         batches = self.make_batches([split.mismatched(preference) for preference in drawn])
-        for batch, values in zip(batches, self.frozen_values(batches), strict=True):
+        for batch in self.unless_stopping(batches) if may_stop else batches:
+            (values,) = self.frozen_values([batch])
             total += float((values - self._ref_logprobs(batch)).sum())
             count += len(batch.keys)
         sums = self.collectives.reduce({"total": total, "count": count}, "sum")
@@ -405,6 +436,10 @@ class PairTrainer(ResilientTrainer):
             raise ValueError("A loss that needs a reference needs a trainer that has one.")
         return torch.tensor(self.reference.lookup(batch.keys), dtype=torch.float32, device=self.device)
 
+    def has_work_left(self) -> bool:
+        """Whether an evaluation was given up."""
+        return bool(self.state.is_evaluation_left)
+
     def facts(self) -> Facts:
         """The accuracy on held-out preferences, and the counters."""
         return Facts(
@@ -418,10 +453,22 @@ class PairTrainer(ResilientTrainer):
         self.checkpointer.load(step=self.config.checkpoint.load_step)
         set_pg_timeouts(timedelta(seconds=self.config.comm.train_timeout_seconds), self.parallel_dims)
 
-    def _skip(self, grad_norm: float) -> None:
+    def _skip(
+        self, cause: str, batches: Sequence[PairBatch], parts: Sequence[dict[str, torch.Tensor]]
+    ) -> None:
         self.state.skipped_steps += 1
-        logger.warning("Step %d is skipped: the gradient norm is %s.", self.step, grad_norm)
-        self.skip_limit.skipped(f"the gradient norm is {grad_norm}")
+        logger.warning("Step %d is skipped: %s.", self.step, cause)
+        losses = [float(part["loss/mean"]) for part in parts]
+        self.bad_steps.keep(cause, losses=losses, tensors=lambda n: batches[n].micro_batch.tensors())
+        self.skip_limit.skipped(cause)
+        self.bad_steps.act(cause)
+
+    def _go_back(self) -> None:
+        """Go on from the newest checkpoint, with the preferences after those that have been drawn."""
+        cursor, skipped = self.state.cursor, self.state.skipped_steps
+        self.bad_steps.go_back()
+        self.state.cursor, self.state.skipped_steps = cursor, skipped
+        self.report.forget_later_steps()
 
     def _evaluation_is_due(self) -> bool:
         interval = self.config.evaluation.interval_steps

@@ -14,7 +14,7 @@ from titan_rl.algorithms.preference_losses import DEFAULT
 from titan_rl.algorithms.preference_registry import PREFERENCE_LOSSES
 from titan_rl.config.choice import Choice
 from titan_rl.data.preferences import Preference
-from titan_rl.errors import NonFiniteError
+from titan_rl.errors import NonFiniteError, StopRequestedError
 from titan_rl.functional.documents import document_sum
 from titan_rl.policy.reference_cache import ReferenceCache, completion_key, weights_fingerprint
 from titan_rl.policy.token_scores import token_scores
@@ -24,7 +24,7 @@ from titan_rl.trainers.pair_batches import PairBatch
 from titan_rl.trainers.pair_sections import PairReferenceSection
 from titan_rl.trainers.pair_trainer import PairTrainer
 
-_REDUCED_AT_ONCE, _SCORED_AT_ONCE = 4096, 256
+_REDUCED_AT_ONCE, _SCORED_AT_ONCE = 4096, 64
 
 
 class PreferenceTrainer(PairTrainer):
@@ -73,6 +73,7 @@ class PreferenceTrainer(PairTrainer):
 
         Raises:
             NonFiniteError: a log-probability is not finite.
+            StopRequestedError: some rank was asked to stop; what was scored until then is kept.
         """
         if not self.loss_fn.needs.reference:
             return
@@ -126,13 +127,17 @@ class PreferenceTrainer(PairTrainer):
         local = [0.0] * len(keys)
         seen = [0.0] * len(keys)
         step = _SCORED_AT_ONCE * self.collectives.data_size
-        for start in range(0, len(preferences), step):
-            batches = self.make_batches(preferences[start : start + step])
-            for batch, values in zip(batches, self.frozen_values(batches), strict=True):
-                for key, value in zip(batch.keys, values.tolist(), strict=True):
-                    local[place[key]], seen[place[key]] = value, 1.0
+        given_up = None
+        try:
+            for start in self.unless_stopping(range(0, len(preferences), step)):
+                batches = self.make_batches(preferences[start : start + step])
+                for batch, values in zip(batches, self.frozen_values(batches), strict=True):
+                    for key, value in zip(batch.keys, values.tolist(), strict=True):
+                        local[place[key]], seen[place[key]] = value, 1.0
+        except StopRequestedError as error:
+            given_up = error
         totals, counts = self._sum_over_ranks(local), self._sum_over_ranks(seen)
-        chosen = sorted(place.values())
+        chosen = sorted(index for index in place.values() if counts[index])
         logprobs = [totals[i] / counts[i] for i in chosen]
         if not all(math.isfinite(value) for value in logprobs):
             raise NonFiniteError("A log-probability under the reference is not finite. Check the weights.")
@@ -140,6 +145,8 @@ class PreferenceTrainer(PairTrainer):
         if self.collectives.rank == 0:
             self.reference.save()
         self.collectives.barrier()
+        if given_up is not None:
+            raise given_up
 
     def _sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Add up one number a completion over the data-parallel ranks."""

@@ -14,7 +14,7 @@ import torch
 from titan_rl.errors import TitanRLError
 from titan_rl.observability.progress import progress_line
 from titan_rl.observability.recorder import RolloutRecorder
-from titan_rl.observability.summary import RunSummary, read_scores, write_json
+from titan_rl.observability.summary import RunSummary, read_json, steps_in, write_json
 from titan_rl.resilience.journal import Journal, parameters_digest
 from titan_rl.resilience.manifest import HeldOut
 from titan_rl.rollout.evaluation import total_up
@@ -25,6 +25,7 @@ from titan_rl.trainers import assembly
 from titan_rl.trainers.exporting import export
 from titan_rl.trainers.model_reward import PART
 from titan_rl.trainers.optimization import StepBatch, StepResult
+from titan_rl.trainers.slow_ranks import stragglers
 from titan_rl.types import Group
 
 if TYPE_CHECKING:
@@ -85,11 +86,19 @@ class Reporter:
         trainer = self._trainer
         self._started_step, self._started = trainer.step, time.perf_counter()
         if self._collectives.rank == 0:
+            stored = read_json(self._folder / "summary.json")
+            self._summary.scores = {s: float(v) for s, v in steps_in(stored, "scores").items()}
+            self._summary.num_evaluated = int(stored.get("num_evaluated", 0))
+        self.forget_later_steps()
+
+    def forget_later_steps(self) -> None:
+        """Drop what was recorded of steps after the present one, which are done again. Collective."""
+        trainer = self._trainer
+        if self._collectives.rank == 0:
             self._recorder.drop_after("train", trainer.state.iteration)
             self._recorder.drop_after("evaluation", trainer.step)
-            scores, self._summary.num_evaluated = read_scores(self._folder / "summary.json")
-            self._summary.scores = {s: v for s, v in scores.items() if s <= trainer.step}
-            self._score = next(reversed(self._summary.scores.values()), None)
+        self._summary.scores = {s: v for s, v in self._summary.scores.items() if s <= trainer.step}
+        self._score = next(reversed(self._summary.scores.values()), None)
         self._collectives.barrier()
         self._journal = Journal(self._folder, collectives=self._collectives, resumed_step=trainer.step)
 
@@ -203,7 +212,9 @@ class Reporter:
             "batch/micro_batches": sum(len(batch.micro_batches) for batch in batches),
             "policy_version": trainer.state.policy_version,
         }
-        elapsed, seconds = trainer.timer.elapsed(), trainer.timer.take()
+        elapsed = trainer.timer.elapsed()
+        seconds, own_seconds = trainer.timer.take()
+        metrics |= stragglers(own_seconds, _STAGES, collectives=self._collectives)
         metrics |= time_metrics(
             seconds,
             elapsed=elapsed,

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import torch
 
+from titan_rl import heartbeat
 from titan_rl.algorithms.preference_registry import REWARD_MODEL_LOSSES
 from titan_rl.algorithms.reward_model_losses import DEFAULT
 from titan_rl.config.choice import Choice
@@ -96,13 +97,14 @@ class RewardModelTrainer(PairTrainer):
     def export(self) -> Path:
         """Write the reward model as a sequence classifier with one label. Collective."""
         directory = Path(self.config.dump_folder) / "export"
-        export_hf(
-            renamed_head(WeightStream(self.policy, self._adapter())),
-            directory=directory,
-            hf_config=self.hf_config or {},
-            assets=self.config.hf_assets_path,
-            is_tied=False,
-        )
+        with heartbeat.phase("checkpoint"):
+            export_hf(
+                renamed_head(WeightStream(self.policy, self._adapter())),
+                directory=directory,
+                hf_config=self.hf_config or {},
+                assets=self.config.hf_assets_path,
+                is_tied=False,
+            )
         return directory
 
     def _adapter(self) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.algorithms.preset import derive_needs
 from titan_rl.config.choice import build
-from titan_rl.errors import ConfigError, StopRequestedError, TitanRLError
+from titan_rl.errors import ConfigError, RollBackError, StopRequestedError, TitanRLError
 from titan_rl.functional.expert_load import expert_load
 from titan_rl.observability.stages import StageTimer
 from titan_rl.policy.critic import Critic, build_critic
@@ -25,6 +25,7 @@ from titan_rl.resilience.skip_limit import SkipLimit
 from titan_rl.resilience.state import RunState, seed_process
 from titan_rl.rollout.permutation import permute_rewards
 from titan_rl.rollout.source import Taken
+from titan_rl.titan import waiting
 from titan_rl.titan.api import Profiler, logger, set_pg_timeouts
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.sharded_model import ShardedModel
@@ -135,7 +136,11 @@ class RLTrainer(ResilientTrainer):
             except StopRequestedError:
                 continue  # nothing of this iteration has happened; the loop's condition saves and ends it
             batches = self.batch_maker.make(taken)
-            results = [self.update(batch) for batch in batches]
+            try:
+                results = [self.update(batch) for batch in batches]
+            except RollBackError:
+                self._go_back()
+                continue
             self.state.iteration += 1
             self._adapt_kl_coefficient(results, batches)
             self.sync_weights()
@@ -209,7 +214,9 @@ class RLTrainer(ResilientTrainer):
         if of_critic.is_applied:
             self.critic_skip_limit.applied()
         else:
-            self.critic_skip_limit.skipped(f"the gradient norm is {of_critic.grad_norm}")
+            cause = f"the critic's gradient norm is {of_critic.grad_norm}"
+            self.critic_skip_limit.skipped(cause)
+            self.bad_steps.act(cause)
         if self.critic.is_warming_up(self.state.iteration):
             return StepResult(is_applied=False, grad_norm=math.nan, metrics=of_critic.metrics)
         result = self.optimizer_step(batch)
@@ -240,8 +247,13 @@ class RLTrainer(ResilientTrainer):
             metrics |= {f"moe/{name}": value for name, value in load.items()}
             if self.loss_fn.has_kl_in_loss:
                 metrics["loss/kl_coefficient"] = self.loss_fn.kl.coefficient
-            if not math.isfinite(grad_norm):
-                return self._skip(grad_norm, metrics, f"the gradient norm is {grad_norm}")
+            cause = self.bad_steps.guard.fault(grad_norm)
+            if cause is not None:
+                losses = [float(part["loss/mean"]) for part in parts]
+                self.bad_steps.keep(cause, losses=losses, tensors=batch.tensors)
+                result = self._skip(grad_norm, metrics, cause)
+                self.bad_steps.act(cause)
+                return result
             self.checkpointer.maybe_wait_for_staging()
             self.optimizers.step()
             self.lr_schedulers.step()
@@ -249,6 +261,7 @@ class RLTrainer(ResilientTrainer):
         self.state.policy_version += 1
         self.ntokens_seen += sum(micro_batch.num_tokens for micro_batch in batch.micro_batches)
         self.skip_limit.applied()
+        self.bad_steps.guard.applied(grad_norm)
         return StepResult(is_applied=True, grad_norm=grad_norm, metrics=metrics)
 
     def sync_weights(self) -> None:
@@ -302,18 +315,34 @@ class RLTrainer(ResilientTrainer):
 
     def _resume(self) -> None:
         """Restore the newest checkpoint of this run, if there is one."""
-        self.timer, largest = StageTimer(), self.config.resilience.max_skipped_steps
+        self.timer = StageTimer(waiting.waited_seconds)
+        largest = self.config.resilience.max_skipped_steps
         self.skip_limit = SkipLimit(largest, look_at="the rollouts and at optimizer.lr")
         self.critic_skip_limit = SkipLimit(
             largest, of="the critic", look_at="the rewards and at critic.optimizer.lr"
         )
+        self._first_kl_coefficient = self.loss_fn.kl.coefficient
         self.checkpointer.load(step=self.config.checkpoint.load_step)
         sampling, comm = self.config.sampling, self.config.comm
-        if not math.isnan(self.state.kl_coefficient):
-            self.loss_fn.kl.coefficient = self.state.kl_coefficient
+        self._restore_kl_coefficient()
         # A rank may wait this long for the slowest one's rollouts.
         longest = max(2 * sampling.timeout_seconds, comm.train_timeout_seconds)
         set_pg_timeouts(timedelta(seconds=longest), self.parallel_dims)
+
+    def _go_back(self) -> None:
+        """Go on from the newest checkpoint, with the prompts after those that have been drawn."""
+        names = ("cursor", "skipped_steps", "dropped_samples", "dropped_groups")
+        kept = {name: getattr(self.state, name) for name in names}
+        self.bad_steps.go_back()
+        for name, value in kept.items():
+            setattr(self.state, name, value)
+        self._restore_kl_coefficient()
+        self.report.forget_later_steps()
+        self.sync_weights()
+
+    def _restore_kl_coefficient(self) -> None:
+        moved = self.state.kl_coefficient
+        self.loss_fn.kl.coefficient = self._first_kl_coefficient if math.isnan(moved) else moved
 
     def _skip(self, grad_norm: float, metrics: dict[str, float], cause: str) -> StepResult:
         self.state.skipped_steps += 1

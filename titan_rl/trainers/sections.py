@@ -12,6 +12,7 @@ from titan_rl.algorithms.registries import DEFAULT_ALGORITHM
 from titan_rl.config.choice import Choice
 from titan_rl.data.arithmetic import Arithmetic
 from titan_rl.data.datasets import DATASETS
+from titan_rl.resilience.watchdog import WatchdogSection
 from titan_rl.titan.sharded_model import ReduceGradients
 
 
@@ -164,6 +165,22 @@ class ResilienceSection:
     """Checkpoints with the best held-out scores that are kept besides the latest
     ``checkpoint.keep_latest_k``."""
 
+    bad_step: Literal["skip", "roll_back", "abort"] = "skip"
+    """What happens when a gradient is NaN, infinite or a spike: the step is left out, or the run goes back to
+    its newest checkpoint and on with other data, or it ends."""
+
+    spike_factor: Annotated[float, Ge(0)] = 1000.0
+    """A gradient is a spike when its norm is so many times the median of the last 64 applied steps, and above
+    ``training.max_norm``. 0: never."""
+
+    max_skipped_steps: Annotated[int, Ge(0)] = 3
+    """The run ends after more skipped steps in a row (a bad gradient, or nothing to train on), and when it
+    would go back to one checkpoint more often."""
+
+    # Suppressed: TorchTitan's command line starts none.
+    watchdog: Annotated[WatchdogSection | None, tyro.conf.Suppress] = field(default_factory=WatchdogSection)
+    """Deadlines after which a rank that hangs is ended with the others; ``"none"``: no watchdog."""
+
 
 @dataclass(kw_only=True, slots=True)
 class RLResilienceSection(ResilienceSection):
@@ -171,9 +188,6 @@ class RLResilienceSection(ResilienceSection):
 
     max_failed_reward_fraction: Annotated[float, Interval(ge=0, le=1)] = 0.5
     """The run ends when a larger share of an iteration's rewards failed."""
-
-    max_skipped_steps: Annotated[int, Ge(0)] = 3
-    """The run ends after more skipped steps in a row (nothing to train on, or a non-finite gradient)."""
 
     journal_parameters: bool = False
     """Put the SHA-256 of all weights, the critic's too, into the journal after every iteration. Each tensor

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from titan_rl import heartbeat
 from titan_rl.config.dump import to_toml
 from titan_rl.config.toml import Document
 from titan_rl.errors import ConfigError, TitanRLError
@@ -18,6 +19,7 @@ from titan_rl.resilience import faults, shelf, signals
 from titan_rl.resilience.lock import FolderLock
 from titan_rl.resilience.status import Outcome, write_status
 from titan_rl.resilience.stopping import EXIT_CODE
+from titan_rl.resilience.watchdog import Watchdog
 from titan_rl.titan.api import init_logger, logger
 from titan_rl.titan.checkpoint_errors import CHECKPOINT_ERRORS, cause_of
 from titan_rl.trainers import earlier_start
@@ -69,6 +71,7 @@ class _Session:
         self._is_training = is_training
         self._writes = int(os.environ["RANK"]) == 0 and is_training
         self._lock: FolderLock | None = None
+        self._watchdog = Watchdog(config.resilience.watchdog)
         # Whether status and configuration in the folder are this start's own.
         self._has_begun = False
 
@@ -80,6 +83,7 @@ class _Session:
         """
         text = to_toml(self._config, RULES)
         if not self._is_training:  # its results are one file of their own
+            self._watch()
             self._config.metrics.enable_tensorboard = self._config.metrics.enable_wandb = False
             self.trainer = self._config.build()
             return True
@@ -98,6 +102,7 @@ class _Session:
                     self._lock.stale,
                 )
         signals.listen(self._end_before_start)
+        self._watch()
         earlier_start.refuse_overwriting(self._config, text)
         earlier_start.check_changes(self._config, text)
         is_first = earlier_start.results(self._config) is None
@@ -108,10 +113,13 @@ class _Session:
         if not is_first:
             self._begin(text)
         self.trainer.control.on_forced_end = self._end_at_once
+        if self._lock is not None:
+            self.trainer.at_safe_point = self._keep_lock
         return True
 
     def finish(self) -> None:
         """Say how the run ended, and release everything."""
+        heartbeat.enter("end")
         outcome: Outcome = self.trainer.outcome
         faults.begin_step(self.trainer.step)
         faults.at("shutdown")
@@ -122,6 +130,7 @@ class _Session:
         signals.listen(lambda _: None)
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._watchdog.close()
         self._unlock()
 
     def fail(self, error: BaseException) -> None:
@@ -132,17 +141,29 @@ class _Session:
         name = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
         cause = f"{name}: {error if isinstance(error, Exception) else cause_of(error)}"
         print(f"[rank {os.environ['RANK']}] {cause}", file=sys.stderr, flush=True)
+        heartbeat.enter("end")
         if self.trainer is not None:
             cause = self.trainer.control.note_failure(cause)
         is_refusal = isinstance(error, ConfigError) and not self._has_begun
-        if self._writes and not is_refusal and self._folder.is_dir():
+        is_ours = self._lock is None or self._lock.is_in_place()
+        if self._writes and is_ours and not is_refusal and self._folder.is_dir():
             write_status(self._folder, "failed", step=getattr(self.trainer, "step", 0), cause=cause)
         if self.trainer is not None:
             try:
                 self.trainer.close()
             except CHECKPOINT_ERRORS:
                 logger.exception("Closing after a failure failed too.")
+        self._watchdog.close()
         self._unlock()
+
+    def _watch(self) -> None:
+        """Have deadlines kept from here on. What is left of an earlier start does not change by it."""
+        self._watchdog.start(
+            self._folder,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            writes_status=self._is_training,
+        )
 
     def _begin(self, text: str) -> None:
         if not self._writes:
@@ -159,6 +180,10 @@ class _Session:
         left = shelf.clean_up(self._folder / self._config.checkpoint.folder)
         if left:
             logger.info("Deleted what an interrupted start left behind: %s.", ", ".join(left))
+
+    def _keep_lock(self) -> None:
+        if self._lock is not None and self._lock.keep():
+            logger.warning("%s was deleted while the run held it, and is made anew.", self._folder / ".lock")
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -207,7 +232,9 @@ def write_config(folder: Path, text: str) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(text, encoding="utf-8")
+        partial = folder / "config.partial"
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, folder / "config.toml")
     except OSError as error:
         raise ConfigError(
             "dump_folder",

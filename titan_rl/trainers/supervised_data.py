@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 from annotated_types import Gt
 
+from titan_rl import heartbeat
 from titan_rl.config.choice import Choice, build
 from titan_rl.data.arithmetic import Arithmetic
 from titan_rl.data.chat import PromptEncoder
@@ -219,8 +220,9 @@ class SupervisedDataLoader(BaseDataLoader):
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Yield batches without end: ``input`` and ``positions`` ``[B, T]``, and labels ``[B, T]``."""
         while True:
-            rows = [self._next_row() for _ in range(self._rows * self._ranks)]
-            inputs, labels, _ = to_batch(rows[self._rank * self._rows : (self._rank + 1) * self._rows])
+            with heartbeat.phase("data"):
+                rows = [self._next_row() for _ in range(self._rows * self._ranks)]
+                inputs, labels, _ = to_batch(rows[self._rank * self._rows : (self._rank + 1) * self._rows])
             yield inputs, labels
 
     def _next_row(self) -> Row:

@@ -22,17 +22,17 @@ def check_run(config: Any, trainer: str, *, world_size: int, opens_data: bool) -
     Raises:
         ConfigError: the configuration contradicts itself or the files it names.
     """
+    device_type = assembly.device_type()
     if trainer == "supervised":
-        checks.check_supervised_config(config, world_size=world_size)
+        checks.check_supervised_config(config, world_size=world_size, device_type=device_type)
         return
     if trainer in _PAIRS:
-        device_type = assembly.device_type()
         pair_checks.check_pair_config(config, world_size=world_size, device_type=device_type)
         if opens_data:
             owner: Any = owner_of(type(config))
             owner.open_data(config, build(config.loss), seed=config.debug.seed or 0)
         return
-    checks.check_config(config, world_size=world_size, device_type=assembly.device_type())
+    checks.check_config(config, world_size=world_size, device_type=device_type)
     if opens_data:
         assembly.open_data(config, config.debug.seed or 0)
 

@@ -2,7 +2,9 @@
 
 import json
 
-from titan_rl.observability.summary import RunSummary, read_scores, write_json
+import pytest
+
+from titan_rl.observability.summary import RunSummary, read_json, steps_in, write_json
 
 
 def make_summary(**changed) -> RunSummary:
@@ -24,7 +26,7 @@ def make_summary(**changed) -> RunSummary:
 def test_what_is_written_is_what_a_resumed_run_reads(tmp_path):
     path = tmp_path / "summary.json"
     make_summary().write(path)
-    assert read_scores(path) == ({0: 0.25, 10: 0.4, 20: 0.5}, 200)
+    assert steps_in(read_json(path), "scores") == {0: 0.25, 10: 0.4, 20: 0.5}
     content = json.loads(path.read_text())
     assert content["policy_version"] == 19
     assert content["stage_seconds"]["train"] == 20.0
@@ -32,9 +34,24 @@ def test_what_is_written_is_what_a_resumed_run_reads(tmp_path):
 
 
 def test_a_first_start_has_no_scores(tmp_path):
-    assert read_scores(tmp_path / "summary.json") == ({}, 0)
+    assert steps_in(read_json(tmp_path / "summary.json"), "scores") == {}
     write_json(tmp_path / "summary.json", {"steps": 3})
-    assert read_scores(tmp_path / "summary.json") == ({}, 0)
+    assert steps_in(read_json(tmp_path / "summary.json"), "scores") == {}
+
+
+@pytest.mark.parametrize("text", ["", '{"scores": {"0": 0.2', "[1]", "\x00\x00", '{"scores": [1, 2]}'])
+def test_a_broken_file_is_as_good_as_none_and_named(text, tmp_path, caplog):
+    path = tmp_path / "summary.json"
+    path.write_text(text)
+    assert steps_in(read_json(path), "scores") == {}
+    assert "taken as absent" in caplog.text
+
+
+def test_what_is_not_utf8_is_as_good_as_none(tmp_path, caplog):
+    path = tmp_path / "status.json"
+    path.write_bytes(b"\xff\xfe")
+    assert read_json(path) == {}
+    assert str(path) in caplog.text
 
 
 def test_the_text_says_what_a_person_wants_to_know():

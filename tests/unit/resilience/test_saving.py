@@ -5,7 +5,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_rl.errors import ConfigError, SaveError
-from titan_rl.resilience.saving import CheckpointManager, _difference, describe
+from titan_rl.resilience.saving import CheckpointManager, _difference, _find_non_finite, describe
 
 
 def test_tensors_that_are_missing_or_of_another_shape_are_named():
@@ -29,3 +29,14 @@ def test_a_remote_folder_is_refused():
     config = CheckpointManager.Config(enable=True, folder="gs://bucket/run")
     with pytest.raises(ConfigError, match=r"checkpoint\.folder must be a directory that all ranks share"):
         CheckpointManager(config, base_folder="unused")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_value_that_is_not_finite_is_found_wherever_it_is(bad):
+    state = {"model": {"a": torch.zeros(3), "step": 7}, "optimizer": {"b": {"moment": torch.zeros(2, 2)}}}
+    state["optimizer"]["none"] = torch.zeros(0)
+    assert _find_non_finite(state) is None
+    state["optimizer"]["b"]["moment"] += 3.4e38  # whose sum is not finite
+    assert _find_non_finite(state) is None
+    state["optimizer"]["b"]["moment"][1, 0] = bad
+    assert _find_non_finite(state).startswith("optimizer.b.moment from ")

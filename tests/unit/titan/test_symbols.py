@@ -184,7 +184,7 @@ def test_every_assignment_into_torchtitan_is_marked_in_the_table():
     replaced = {name.split(".")[-1] for found in TORCHTITAN_REACHED.values() for name in _marked(found)}
     assigned = {
         target.attr
-        for name in ("device.py", "init.py", "attention.py")
+        for name in ("device.py", "init.py", "attention.py", "clipping.py")
         for node in ast.walk(trees()[HOMES["torchtitan"] / name])
         if isinstance(node, ast.Assign)
         for outer in node.targets
@@ -195,6 +195,7 @@ def test_every_assignment_into_torchtitan_is_marked_in_the_table():
         "_compiled_create_block_mask",
         "_create_flex_attention_mask_for_document",
         "_init_self_parameters",
+        "clip_grad_norm_",
         "device_module",
         "device_type",
         "disable_fsdp_gradient_division",
@@ -202,7 +203,16 @@ def test_every_assignment_into_torchtitan_is_marked_in_the_table():
     assert assigned <= replaced
 
 
-_PATCHED = {"titan_module", "titan_utils", "titan_fsdp", "titan_attention", "attention", "decoder", "module"}
+_PATCHED = {
+    "dist_utils",
+    "titan_module",
+    "titan_utils",
+    "titan_fsdp",
+    "titan_attention",
+    "attention",
+    "decoder",
+    "module",
+}
 
 
 def _marked(found: dict[str, str]) -> list[str]:

@@ -8,6 +8,7 @@ from titan_rl.config.entry import read_checked
 from titan_rl.errors import ConfigError
 from titan_rl.trainers.checks import check_config
 from titan_rl.trainers.configuration import configure
+from titan_rl.trainers.validation import check_run
 
 CONFIG = Path(__file__).parents[2] / "integration" / "configs" / "grpo.toml"
 PPO = ("algorithm.type", "ppo")
@@ -138,3 +139,78 @@ def test_the_configuration_that_all_of_this_starts_from_is_sound(monkeypatch):
     check(monkeypatch, *PPO, "critic.clip_range", 0.1, "loss.kl.target", 0.1)
     check(monkeypatch, "shaping.overlong_buffer_tokens", 4, "refill.max_rounds", 2)
     check(monkeypatch, "algorithm.type", "rloo", "loss.surrogate.type", "clipped", *TWO_STEPS)
+
+
+FAULTS = CONFIG.parents[2] / "faults" / "configs"
+OF_TRAINERS = {"rl": "grpo", "supervised": "sft", "preference": "dpo", "reward_model": "reward_model"}
+
+
+def check_of(monkeypatch, trainer, *overrides):
+    monkeypatch.setenv("TITAN_RL_DEVICE", "cpu")
+    pairs = zip(overrides[::2], overrides[1::2], strict=True)
+    arguments = [part for key, value in pairs for part in (f"--{key}", str(value))]
+    document, found = read_checked(str(FAULTS / f"{OF_TRAINERS[trainer]}.toml"), arguments)
+    assert found == trainer
+    check_run(configure(document, trainer), trainer, world_size=1, opens_data=False)
+
+
+@pytest.mark.parametrize("trainer", OF_TRAINERS)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("training.gc_debug", "true"),
+        ("training.enable_cpu_offload", "true"),
+        ("profiler.enable_memory_snapshot", "true"),
+        ("checkpoint.async_mode", "async_with_pinned_mem"),
+    ],
+)
+def test_what_needs_an_accelerator_is_refused_on_a_cpu_by_every_trainer(monkeypatch, trainer, key, value):
+    with pytest.raises(ConfigError, match=rf"^{key} must be .* on a CPU"):
+        check_of(monkeypatch, trainer, key, value)
+
+
+@pytest.mark.parametrize("trainer", OF_TRAINERS)
+@pytest.mark.parametrize(
+    ("key", "value"), [("checkpoint.load_step", 2), ("resilience.bad_step", "roll_back")]
+)
+def test_what_needs_checkpoints_is_refused_without_them(monkeypatch, trainer, key, value):
+    check_of(monkeypatch, trainer, key, value)
+    with pytest.raises(ConfigError, match=rf"^{key} must be .* with checkpoint\.enable = false"):
+        check_of(monkeypatch, trainer, "checkpoint.enable", "false", key, value)
+
+
+@pytest.mark.parametrize("trainer", OF_TRAINERS)
+@pytest.mark.parametrize(
+    ("key", "value", "bound"),
+    [
+        ("checkpoint.interval", 0, "an integer >= 1"),
+        ("checkpoint.load_step", -7, "an integer >= -1"),
+        ("checkpoint.keep_latest_k", -1, "an integer >= 0"),
+        ("metrics.log_freq", 0, "an integer >= 1"),
+        ("training.max_norm", 0, "a number > 0"),
+        ("training.gc_freq", 0, "an integer >= 1"),
+        ("training.global_batch_size", -2, "an integer >= -1"),
+        ("lr_scheduler.warmup_steps", -1, "an integer >= 0"),
+        ("lr_scheduler.decay_ratio", 1.5, "a number >= 0 and <= 1"),
+        ("lr_scheduler.min_lr_factor", -0.1, "a number >= 0 and <= 1"),
+        ("comm.train_timeout_seconds", 0, "an integer >= 1"),
+        ("profiler.profile_freq", 0, "an integer >= 1"),
+        ("optimizer.betas", "[0.9, 1.5]", "a number >= 0 and < 1"),
+        ("resilience.watchdog.train_seconds", -1, "a number >= 0"),
+        ("resilience.spike_factor", -1, "a number >= 0"),
+    ],
+)
+def test_numbers_out_of_bounds_are_refused_by_name_before_torch(trainer, key, value, bound):
+    with pytest.raises(ConfigError) as caught:
+        read_checked(str(FAULTS / f"{OF_TRAINERS[trainer]}.toml"), [f"--{key}", str(value)])
+    assert key in str(caught.value)
+    assert bound in str(caught.value)
+
+
+def test_a_rank_is_not_ended_while_it_may_wait_for_rollouts(monkeypatch):
+    key = "resilience.watchdog.collective_seconds"
+    check(monkeypatch, key, 3601)
+    check(monkeypatch, key, 0)
+    check(monkeypatch, "resilience.watchdog", "none")
+    with pytest.raises(ConfigError, match=r"must be more than 2 x sampling\.timeout_seconds = 3600"):
+        check(monkeypatch, key, 3600)

@@ -175,3 +175,24 @@ def test_the_checkpoint_of_a_supervised_run_is_refused(tmp_path):
             make_config(tmp_path), RunState(seed=5, data_fingerprint="prompts"), name="rl_state"
         )
     assert caught.value.where == "dump_folder"
+
+
+# --------------------------------------------------------------------------------------- what is broken
+
+
+@pytest.mark.parametrize("text", ["", '{"outcome": "do', "[]", "null"])
+def test_a_status_that_is_broken_counts_as_none_and_is_named(text, tmp_path, caplog):
+    folder = earlier_run(tmp_path / "run", "done")
+    config = make_config(folder, enable=False)
+    assert earlier_start.finished(config, TEXT) is not None
+    (folder / "status.json").write_text(text)
+    assert earlier_start.finished(config, TEXT) is None
+    assert f"{folder / 'status.json'}" in caplog.text
+    earlier_start.refuse_overwriting(config, TEXT)  # the same run, not known to be done: it begins again
+
+
+def test_a_summary_that_is_broken_counts_as_none(tmp_path, caplog):
+    folder = earlier_run(tmp_path / "run", "done")
+    (folder / "summary.json").write_text('{"steps": 20, "paths": {')
+    assert "Done: 20 steps." in earlier_start.finished(make_config(folder, enable=False), TEXT)
+    assert "summary.json cannot be read and is taken as absent" in caplog.text

@@ -50,6 +50,7 @@ def make_rank(*, warmup=None, iteration=0, kl=None, norms=()):
         critic_skip_limit=SkipLimit(2, of="the critic", look_at="the rewards"),
         state=SimpleNamespace(iteration=iteration, kl_coefficient=math.nan),
         loss_fn=SimpleNamespace(kl=kl),
+        bad_steps=SimpleNamespace(act=lambda cause: None),
     )
 
 
