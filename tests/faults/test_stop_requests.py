@@ -214,3 +214,26 @@ def test_a_supervised_run_and_a_run_on_pairs_stop_alike(tmp_path: Path) -> None:
         os.kill(run.processes[1].pid, signal.SIGTERM)
         assert run.wait(60) == [0, 0], run.tail()
         check_preempted(run)
+
+
+@pytest.mark.parametrize(
+    ("config", "file", "key"), [("sft", "validation.json", "steps"), ("dpo", "summary.json", "evaluations")]
+)
+@pytest.mark.parametrize("step", [2, 4])
+def test_sigterm_in_an_evaluation_without_rollouts_leaves_it_to_the_next_start(
+    config: str, file: str, key: str, step: int, tmp_path: Path
+) -> None:
+    """The signal comes when held-out documents or pairs are about to be scored, after the last step too."""
+    interval = "validation.interval_steps" if config == "sft" else "evaluation.interval_steps"
+    settings = ("training.steps", 4, "checkpoint.interval", 4, interval, 2, "resilience.grace_seconds", 100)
+    arguments = runs.arguments(jobs.CONFIGS / f"{config}.toml", settings, tmp_path / "run")
+    run = runs.fork(jobs.stopped_in_evaluation, arguments, step, folder=tmp_path / "run", ranks=2)
+    assert run.wait(120) == [0, 0], run.tail()
+    assert (run.folder / "planted").exists()
+    assert check_preempted(run) == step
+    assert str(step) not in run.json(file)[key]
+    resumed = jobs.start(tmp_path / "run", *settings, config=config, ranks=2).succeed()
+    assert sorted(resumed.json(file)[key]) == ["0", "2", "4"]
+    whole = jobs.start(tmp_path / "whole", *settings, config=config, ranks=2).succeed()
+    assert resumed.json(file)[key] == whole.json(file)[key]
+    assert jobs.weights(resumed) == jobs.weights(whole)
