@@ -10,34 +10,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.distributed import critic_worker, fsdp_worker, launching
+from tests.distributed import comparing, critic_worker, fsdp_worker, launching
+from tests.distributed.comparing import random_peer, unequal
 
 pytestmark = pytest.mark.slow
 
 VALUES = 1e-5
-CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3_tied": (Qwen3Config, Qwen3ForCausalLM)}
+MODELS = ("llama", "qwen3_tied")
 
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     directory = tmp_path_factory.mktemp("critic")
-    for seed, (name, (config_class, model_class)) in enumerate(CLASSES.items()):
-        config = config_class(
-            vocab_size=fsdp_worker.VOCAB,
-            hidden_size=72,
-            intermediate_size=80,
-            num_hidden_layers=2,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            head_dim=8,
-            max_position_embeddings=128,
-            initializer_range=0.15,
-            tie_word_embeddings=name.endswith("tied"),
-        )
-        torch.manual_seed(seed)
-        model_class(config).save_pretrained(directory / name)
+    for seed, name in enumerate(MODELS):
+        random_peer(name, seed=seed).save_pretrained(directory / name)
     launching.compute(critic_worker, directory)
     return SimpleNamespace(
         one=json.loads((directory / "world1.rank0.json").read_text()),
@@ -48,17 +35,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 def gradients(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:
-    prefix = f"gradient/{case}/"
-    found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-    assert len(found) >= 17
-    assert all(value.norm() > 1e-6 for value in found.values()), "a gradient of zero compares with nothing"
-    return found
-
-
-def unequal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors that are not equal."""
-    assert a.keys() == b.keys()
-    return [name for name in a if (a[name] - b[name]).norm() > 1e-5 * b[name].norm() + 1e-8]
+    return comparing.gradients(tensors, f"gradient/{case}", at_least=17)
 
 
 # --------------------------------------------------------------------------------------- values, gradients

@@ -10,30 +10,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.distributed import distillation_worker, fsdp_worker, launching
+from tests.distributed import comparing, distillation_worker, fsdp_worker, launching
+from tests.distributed.comparing import random_peer, unequal
 
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5
-COMMON = {"num_hidden_layers": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.15}
 
 
 def _models() -> dict[str, LlamaForCausalLM | Qwen3ForCausalLM]:
     """The policy: a Llama whose heads do not divide. The teacher: a tied Qwen3 with more output rows."""
-    torch.manual_seed(0)
-    policy = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=fsdp_worker.VOCAB,
-            hidden_size=72,
-            intermediate_size=80,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            tie_word_embeddings=False,
-            **COMMON,
-        )
-    )
+    policy = random_peer("llama")
     teacher = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=fsdp_worker.VOCAB + 8,
@@ -42,7 +31,10 @@ def _models() -> dict[str, LlamaForCausalLM | Qwen3ForCausalLM]:
             num_attention_heads=4,
             num_key_value_heads=2,
             tie_word_embeddings=True,
-            **COMMON,
+            num_hidden_layers=2,
+            head_dim=8,
+            max_position_embeddings=128,
+            initializer_range=0.15,
         )
     )
     return {"policy": policy.eval(), "teacher": teacher.eval()}
@@ -65,17 +57,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 def gradients(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:
-    prefix = f"{case}/"
-    found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-    assert len(found) >= 20
-    assert all(value.norm() > 1e-6 for value in found.values()), "a gradient of zero compares with nothing"
-    return found
-
-
-def unequal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors that are not equal."""
-    assert a.keys() == b.keys()
-    return [name for name in a if (a[name] - b[name]).norm() > TOLERANCE * b[name].norm() + 1e-8]
+    return comparing.gradients(tensors, case, at_least=20)
 
 
 def written_out(models, *, divergence="reverse", top_k=0):

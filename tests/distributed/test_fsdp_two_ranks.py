@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM, Qwen3ForCausalLM
 
-from tests.distributed import fsdp_worker, launching
+from tests.distributed import comparing, fsdp_worker, launching
+from tests.distributed.comparing import random_peer, unequal
 
 pytestmark = pytest.mark.slow
 
@@ -24,26 +25,9 @@ LAYOUTS = ("eight_of_one", "one_of_eight", "packed")
 
 
 def _peers() -> dict[str, LlamaForCausalLM | Qwen3ForCausalLM]:
-    """Random models whose heads do not divide: 9 query heads, 3 key-value heads of 8, over 2 ranks."""
     peers = {}
-    for name in MODELS:
-        config_class, model_class = (
-            (LlamaConfig, LlamaForCausalLM) if "llama" in name else (Qwen3Config, Qwen3ForCausalLM)
-        )
-        config = config_class(
-            vocab_size=fsdp_worker.VOCAB,
-            hidden_size=72,
-            intermediate_size=80,
-            num_hidden_layers=2,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            head_dim=8,
-            max_position_embeddings=128,
-            initializer_range=0.15,
-            tie_word_embeddings=name.endswith("tied"),
-        )
-        torch.manual_seed(MODELS.index(name))
-        model = model_class(config).eval()
+    for seed, name in enumerate(MODELS):
+        model = random_peer(name, seed=seed).eval()
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 if "norm" in key:  # ones would hide a norm that is applied in the wrong place
@@ -70,17 +54,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 def gradients(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:
-    prefix = f"gradient/{case}/"
-    found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-    assert len(found) >= 20
-    assert all(value.norm() > 1e-6 for value in found.values()), "a gradient of zero compares with nothing"
-    return found
-
-
-def unequal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors that are not equal."""
-    assert a.keys() == b.keys()
-    return [name for name in a if (a[name] - b[name]).norm() > 1e-5 * b[name].norm() + 1e-8]
+    return comparing.gradients(tensors, f"gradient/{case}", at_least=20)
 
 
 # ------------------------------------------------------------------------------- random initialisation

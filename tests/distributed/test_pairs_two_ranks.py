@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.distributed import fsdp_worker, launching, pair_worker
+from tests.distributed import comparing, launching, pair_worker
+from tests.distributed.comparing import random_peer, unequal
 
 pytestmark = pytest.mark.slow
 
@@ -22,19 +22,7 @@ LOSSES, LAYOUTS = list(pair_worker.LOSSES), list(pair_worker.LAYOUTS)
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     directory = tmp_path_factory.mktemp("pairs")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=fsdp_worker.VOCAB,
-        hidden_size=72,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=8,
-        max_position_embeddings=128,
-        initializer_range=0.15,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory / "llama")
+    random_peer("llama").save_pretrained(directory / "llama")
     launching.compute(pair_worker, directory)
     return SimpleNamespace(
         one=json.loads((directory / "pairs1.rank0.json").read_text()),
@@ -45,15 +33,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 def gradients(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:
-    found = {k.removeprefix(f"{case}/"): v for k, v in tensors.items() if k.startswith(f"{case}/")}
-    assert len(found) >= 20
-    assert all(value.norm() > 1e-7 for value in found.values()), "a gradient of zero compares with nothing"
-    return found
-
-
-def unequal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    assert a.keys() == b.keys()
-    return [name for name in a if (a[name] - b[name]).norm() > 1e-5 * b[name].norm() + 1e-8]
+    return comparing.gradients(tensors, case, at_least=20, above=1e-7)
 
 
 def test_the_layouts_differ_as_the_comparisons_below_assume(launch):
