@@ -10,11 +10,72 @@ from typing import Any, Protocol
 
 from titan_rl.data.datasets import Split, require
 from titan_rl.data.row_dataset import RowDataset
-from titan_rl.data.rows import RowConfig, RowReader, check_columns
+from titan_rl.data.rows import PromptReader, RowConfig, RowReader, SplitConfig, check_columns
 from titan_rl.errors import ConfigError
 
 
-class HuggingFace(RowDataset):
+# No slots: Python cannot combine two bases that have them.
+@dataclass(kw_only=True)
+class HubKeys:
+    """Which dataset, which of its splits. Combined with the keys of the columns."""
+
+    path: str
+    """Name on the hub (``"openai/gsm8k"``), or a directory: one that ``save_to_disk`` wrote, or one with
+    data files that ``datasets.load_dataset`` can read."""
+
+    name: str | None = None
+    """Configuration of the hub's dataset, such as ``"main"``."""
+
+    revision: str | None = None
+    """Branch, tag or commit on the hub. A commit makes the run repeatable."""
+
+    split: str = "train"
+    """The dataset's split that ours trains on (or both are cut from, see held_out_fraction)."""
+
+    held_out_split: str | None = None
+    """The dataset's split that is held out. It must share no prompt with ``split``."""
+
+
+class HubConfig(SplitConfig, Protocol):
+    """What :class:`HubDataset` reads."""
+
+    path: str
+    name: str | None
+    revision: str | None
+    split: str
+    held_out_split: str | None
+
+
+class HubDataset(RowDataset):
+    """One split of a dataset of the ``datasets`` library."""
+
+    def __init__(self, reader: PromptReader, config: HubConfig, *, columns: list[str], split: Split) -> None:
+        """Load the dataset and check every row.
+
+        Args:
+            reader: How a row becomes a prompt.
+            config: Which dataset.
+            columns: What to read.
+            split: Which rows.
+
+        Raises:
+            ConfigError: ``datasets`` is missing, or the dataset, a row or the configuration cannot be used.
+        """
+        held_out = config.held_out_split
+        super().__init__(
+            reader,
+            config,
+            name=config.path,
+            split=split,
+            train=HubRows(config, config.split, key="data.source.split", columns=columns),
+            held_out=None
+            if held_out is None
+            else HubRows(config, held_out, key="data.source.held_out_split", columns=columns),
+            held_out_key="held_out_split",
+        )
+
+
+class HuggingFace(HubDataset):
     """One split of a dataset of the ``datasets`` library.
 
     Rows stay in the library's memory-mapped files. Code from the hub is never run. Default ids are
@@ -22,24 +83,8 @@ class HuggingFace(RowDataset):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(RowConfig):
+    class Config(HubKeys, RowConfig):
         """Which dataset, which of its splits, which columns, which rows are held out."""
-
-        path: str
-        """Name on the hub (``"openai/gsm8k"``), or a directory: one that ``save_to_disk`` wrote, or one with
-        data files that ``datasets.load_dataset`` can read."""
-
-        name: str | None = None
-        """Configuration of the hub's dataset, such as ``"main"``."""
-
-        revision: str | None = None
-        """Branch, tag or commit on the hub. A commit makes the run repeatable."""
-
-        split: str = "train"
-        """The dataset's split that ours trains on (or both are cut from, see held_out_fraction)."""
-
-        held_out_split: str | None = None
-        """The dataset's split that is held out. It must share no prompt with ``split``."""
 
     def __init__(self, config: Config, split: Split) -> None:
         """Load the dataset and check every row.
@@ -48,26 +93,7 @@ class HuggingFace(RowDataset):
             ConfigError: ``datasets`` is missing, or the dataset, a row or the configuration cannot be used.
         """
         reader = RowReader(config)
-        held_out = config.held_out_split
-        super().__init__(
-            reader,
-            config,
-            name=config.path,
-            split=split,
-            train=HubRows(config, config.split, key="data.source.split", columns=reader.columns),
-            held_out=None
-            if held_out is None
-            else HubRows(config, held_out, key="data.source.held_out_split", columns=reader.columns),
-            held_out_key="held_out_split",
-        )
-
-
-class HubConfig(Protocol):
-    """Which dataset of the ``datasets`` library."""
-
-    path: str
-    name: str | None
-    revision: str | None
+        super().__init__(reader, config, columns=reader.columns, split=split)
 
 
 class HubRows:

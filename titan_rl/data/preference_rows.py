@@ -14,11 +14,11 @@ from typing import Annotated, Any
 from annotated_types import Gt, Lt
 
 from titan_rl.data.datasets import Split
-from titan_rl.data.huggingface import HubRows
+from titan_rl.data.huggingface import HubDataset, HubKeys
 from titan_rl.data.jsonl import open_jsonl
 from titan_rl.data.parquet import open_parquet
 from titan_rl.data.preferences import identical, with_preference
-from titan_rl.data.row_dataset import FileDataset, FileKeys, RowDataset
+from titan_rl.data.row_dataset import FileDataset, FileKeys
 from titan_rl.data.rows import RowSource, check_columns, read_messages, read_text, wrong_value
 from titan_rl.errors import ConfigError
 from titan_rl.types import Message, Prompt
@@ -219,28 +219,12 @@ class ParquetPreferences(FileDataset):
         super().__init__(reader, config, name="parquet preferences", split=split, open_files=open_files)
 
 
-class HuggingFacePreferences(RowDataset):
+class HuggingFacePreferences(HubDataset):
     """One split of a dataset of the ``datasets`` library, a preference a row. Needs ``datasets``."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(PreferenceRowConfig):
+    class Config(HubKeys, PreferenceRowConfig):
         """Which dataset, which of its splits, which columns, which rows are held out."""
-
-        path: str
-        """Name on the hub, or a directory: one that ``save_to_disk`` wrote, or one with data files that
-        ``datasets.load_dataset`` can read."""
-
-        name: str | None = None
-        """Configuration of the hub's dataset."""
-
-        revision: str | None = None
-        """Branch, tag or commit on the hub. A commit makes the run repeatable."""
-
-        split: str = "train"
-        """The dataset's split that ours trains on (or both are cut from, see held_out_fraction)."""
-
-        held_out_split: str | None = None
-        """The dataset's split that is held out. It must share no prompt with ``split``."""
 
     def __init__(self, config: Config, split: Split) -> None:
         """Load the dataset and check every row.
@@ -248,15 +232,5 @@ class HuggingFacePreferences(RowDataset):
         Raises:
             ConfigError: ``datasets`` is missing, or the dataset, a row or the configuration cannot be used.
         """
-        reader, held_out = PreferenceReader(config), config.held_out_split
-        super().__init__(
-            reader,
-            config,
-            name=config.path,
-            split=split,
-            train=HubRows(config, config.split, key="data.source.split", columns=reader.columns),
-            held_out=None
-            if held_out is None
-            else HubRows(config, held_out, key="data.source.held_out_split", columns=reader.columns),
-            held_out_key="held_out_split",
-        )
+        reader = PreferenceReader(config)
+        super().__init__(reader, config, columns=reader.columns, split=split)
