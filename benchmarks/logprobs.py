@@ -11,7 +11,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from benchmarks.paired import Outputs, Side, compare, parser, peak_bytes, report, summarise
+from benchmarks.paired import (
+    Outputs,
+    Side,
+    check_equal,
+    compare,
+    parser,
+    peak_bytes,
+    report,
+    summarise,
+)
 from titan_rl.functional.logprobs import chunked_logprobs
 
 VOCABULARY = 151_936
@@ -55,22 +64,33 @@ def main() -> None:
     """Measure, print, write."""
     options = parser(__doc__)
     options.add_argument("--tokens", type=int, default=2048)
-    options.add_argument("--dim", type=int, default=1024)
+    options.add_argument("--dim", type=int, default=1024, help="width of the hidden states")
+    options.add_argument("--only", choices=("time", "memory"), help="by default both")
     given = options.parse_args()
     case = Case(given.tokens, given.dim, dtype=torch.float32)
     facts = {"tokens": given.tokens, "vocabulary": VOCABULARY, "width": given.dim, "dtype": "fp32"}
     full, chunked = Side(name="full", run=case.full), Side(name="chunked", run=case.chunked)
     question = "log-probabilities, entropy and gradients"
-    time = compare(question, baseline=full, candidate=chunked, pairs=given.pairs, target=1 / 1.1, facts=facts)
-    memory = summarise(
-        question,
-        baseline=("full", [peak_bytes(case.full)]),
-        candidate=("chunked", [peak_bytes(case.chunked)]),
-        quantity="peak bytes",
-        target=4.0,
-        facts=facts,
-    )
-    report("logprobs", [time, memory], folder=given.out)
+    comparisons = []
+    if given.only != "memory":
+        comparisons.append(
+            compare(
+                question, baseline=full, candidate=chunked, pairs=given.pairs, target=1 / 1.1, facts=facts
+            )
+        )
+    if given.only != "time":
+        check_equal(case.full(), case.chunked())
+        comparisons.append(
+            summarise(
+                question,
+                baseline=("full", [peak_bytes(case.full)]),
+                candidate=("chunked", [peak_bytes(case.chunked)]),
+                quantity="peak bytes",
+                target=4.0,
+                facts=facts,
+            )
+        )
+    report(f"logprobs_{given.only}" if given.only else "logprobs", comparisons, folder=given.out)
 
 
 if __name__ == "__main__":

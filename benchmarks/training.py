@@ -31,13 +31,13 @@ GROUP_SIZE = 8
 
 def packing(pairs: int) -> Comparison:
     """Packed rows against rows of one sample each, filled up to the longest of their micro-batch."""
-    row_tokens = 2048
-    run = SmallRun(loss__kl__coefficient=0.0, training__seq_len=row_tokens, data__max_prompt_tokens=64)
-    lengths = log_normal_lengths(32, median=150, sigma=0.9, longest=1024)
-    groups = make_groups([(32, lengths[i : i + GROUP_SIZE]) for i in range(0, 32, GROUP_SIZE)])
+    row_tokens = 1024
+    run = SmallRun(loss__kl__coefficient=0.0, training__seq_len=row_tokens, data__max_prompt_tokens=16)
+    lengths = log_normal_lengths(16, median=64, sigma=0.9, longest=512)
+    groups = make_groups([(16, lengths[i : i + GROUP_SIZE]) for i in range(0, 16, GROUP_SIZE)])
     samples = to_samples(groups)
     advantages = _advantages(samples)
-    rows = 8  # of at most 256 tokens each: as many positions as a packed row has
+    rows = 8
     padded = [
         _padded(samples[i : i + rows], advantages[i : i + rows], first=i)
         for i in range(0, len(samples), rows)
@@ -56,7 +56,7 @@ def packing(pairs: int) -> Comparison:
         target=1.8,
         facts={
             "samples": len(samples),
-            "completions": "log-normal, median 150, sigma 0.9, at most 1024",
+            "completions": "log-normal, median 64, sigma 0.9, at most 512",
             "padding": f"{padding_fraction(padded):.0%} and {padding_fraction(packed):.0%}",
         },
     )
@@ -95,10 +95,8 @@ def passes(pairs: int) -> Comparison:
     """What a step of GRPO without KL needs, against reference and old passes and rows of advantage 0."""
     options = {"loss__kl__coefficient": 0.0, "training__seq_len": 2048, "data__max_prompt_tokens": 64}
     run = SmallRun(**options)
-    lengths = log_normal_lengths(32, median=120, sigma=0.6, longest=512)
-    groups = make_groups(
-        [(32, lengths[i : i + GROUP_SIZE]) for i in range(0, 32, GROUP_SIZE)], equal_rewards=(1,)
-    )
+    lengths = log_normal_lengths(16, median=120, sigma=0.6, longest=512)
+    groups = make_groups([(32, lengths[i : i + 4]) for i in range(0, 16, 4)], equal_rewards=(1,))
     needs = derive_needs(run.advantage, run.loss_fn, steps_per_iteration=1)
     everything = dataclasses.replace(needs, old=True, reference=True)
     all_rows = dataclasses.replace(
@@ -125,7 +123,7 @@ def passes(pairs: int) -> Comparison:
         candidate=side("needed passes"),
         pairs=pairs,
         target=1.4,
-        facts={"samples": 32, "groups of equal rewards": "1 of 4", "coefficient of the KL": 0},
+        facts={"samples": 16, "groups of equal rewards": "1 of 4", "coefficient of the KL": 0},
     )
 
 

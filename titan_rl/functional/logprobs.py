@@ -13,7 +13,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from titan_rl.functional.precision import accumulation_dtype, add_matmul_, matmul, matmul_operand
+from titan_rl.functional.precision import (
+    accumulation_dtype,
+    add_matmul_,
+    matmul,
+    matmul_operand,
+    scaled_matmul,
+)
 
 _CHUNK_LOGITS = 2**26
 _LEAST_CHUNK_TOKENS, _MOST_CHUNK_TOKENS = 64, 1024  # fewer make thin matrix products, more gain nothing
@@ -127,6 +133,8 @@ def chunked_logprobs(
         raise ValueError(f"temperature must be positive and finite; got {temperature}.")
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(weight.shape[0])
+        num_chunks = max(-(-hidden.shape[0] // chunk_tokens), 1)
+        chunk_tokens = max(-(-hidden.shape[0] // num_chunks), 1)  # of equal size: a small rest is slow
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1; got {chunk_tokens}.")
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
@@ -183,7 +191,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             targets = targets - shard.start
         for start in range(0, num_tokens, chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits = matmul(matmul_operand(hidden[rows]), head.T).mul_(scale)
+            logits = scaled_matmul(matmul_operand(hidden[rows]), head.T, scale)
             is_shard = shard is not None
             statistics = _chunk_statistics(
                 logits, targets[rows], with_entropy=with_entropy, is_shard=is_shard
@@ -214,7 +222,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, 0 if nothing_flows else hidden.shape[0], ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
             hidden_rows = matmul_operand(hidden[rows])
-            logprobs = matmul(hidden_rows, head.T).mul_(ctx.scale).sub_(logsumexp[rows, None])
+            logprobs = scaled_matmul(hidden_rows, head.T, ctx.scale).sub_(logsumexp[rows, None])
             grad_logits = _grad_logits(
                 logprobs,
                 targets[rows],
@@ -223,11 +231,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 entropy=None if entropy is None else entropy[rows],
                 is_shard=ctx.is_shard,
             )
-            grad_logits = grad_logits.mul_(ctx.scale).to(head.dtype)
+            grad_logits = grad_logits.to(head.dtype)  # without the factor, which comes after the products
             if grad_hidden is not None:
-                grad_hidden[rows] = matmul(grad_logits, head)
+                grad_hidden[rows] = matmul(grad_logits, head).mul_(ctx.scale)
             if grad_weight is not None:
-                add_matmul_(grad_weight, grad_logits.T, hidden_rows)
+                add_matmul_(grad_weight, grad_logits.T, hidden_rows, scale=ctx.scale)
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -276,12 +284,13 @@ def _grad_logits(
 
     ``grad_logprobs (1[v = target] - p_v) - grad_entropy p_v (log p_v + entropy)``
     """
-    gradient = logprobs.exp().neg_()
     if grad_entropy is not None and entropy is not None:
-        factor = logprobs.add_(entropy[:, None]).mul_(grad_entropy[:, None])
-        gradient.mul_(factor if grad_logprobs is None else factor.add_(grad_logprobs[:, None]))
-    elif grad_logprobs is not None:
-        gradient.mul_(grad_logprobs[:, None])
+        gradient = logprobs.exp()
+        factor = logprobs.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        gradient.mul_(factor if grad_logprobs is None else factor.sub_(grad_logprobs[:, None]))
+    else:
+        gradient = logprobs.exp_()
+        gradient.mul_(0.0 if grad_logprobs is None else -grad_logprobs[:, None])
     if grad_logprobs is not None:
         if is_shard:
             targets, is_here = _in_shard(targets, gradient.shape[-1])

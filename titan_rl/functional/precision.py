@@ -21,15 +21,29 @@ def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.mm(left, right) if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)
 
 
-def add_matmul_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """``total += left @ right`` in the dtype of ``total``, without a tensor of its size where it can be.
+def scaled_matmul(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+    """``scale left @ right`` as :func:`matmul` gives it, the factor on ``left`` where that loses no digits.
+
+    Args:
+        left: ``[n, k]`` with n k much below the size of the result.
+        right: ``[k, m]``.
+        scale: In low precision it multiplies the fp32 result, because a rounded operand would lose digits.
+    """
+    if left.dtype == accumulation_dtype(left.dtype):
+        return torch.mm(left * scale, right)
+    return matmul(left, right).mul_(scale)
+
+
+def add_matmul_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, scale: float = 1.0) -> None:
+    """``total += scale left @ right`` in the dtype of ``total``, if it can be without a tensor of its size.
 
     Args:
         total: fp32, or float64 for float64 operands; changed in place.
         left: As for :func:`matmul`.
         right: The same.
+        scale: Factor of the product.
     """
     if left.dtype == total.dtype:
-        total.addmm_(left, right)
+        total.addmm_(left, right, alpha=scale)
     else:
-        total += matmul(left, right)
+        total.add_(matmul(left, right), alpha=scale)
