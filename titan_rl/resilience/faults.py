@@ -45,8 +45,9 @@ class Fault:
 
     Attributes:
         point: One of ``POINTS``, with a number for ``<i>``.
-        step: Optimiser step that is being made, in an iteration of several the first; 0: before the first
-            iteration of a start, when it loads, pushes its weights, and may evaluate.
+        step: Optimiser step that is being made, in an iteration of several the first; at ``checkpoint.*``
+            that of the checkpoint; 0: before the first iteration of a start, when it loads, pushes its
+            weights, and may evaluate.
         rank: Which rank does it.
         attempt: Restarts by torchrun before this start: 0 for the first.
         mode: A key of ``MODES``, or ``slow=SECONDS``.
@@ -102,19 +103,20 @@ def begin_step(step: int) -> None:
     _step = step
 
 
-def at(point: str, number: int | None = None, *, values: Iterable[Any] = ()) -> None:
+def at(point: str, number: int | None = None, *, step: int | None = None, values: Iterable[Any] = ()) -> None:
     """Do what is planted here, if anything is.
 
     Args:
         point: One of ``POINTS``, without ``.<i>``.
         number: What stands for ``<i>``.
+        step: Where it is not that of :func:`begin_step`: a checkpoint may be written during later steps.
         values: Tensors that ``nan`` overwrites in place, parameters with a gradient in that; only looked at
             for it.
     """
     if _planted:
         name = point if number is None else f"{point}.{number}"
         for fault in _planted:
-            if (fault.point, fault.step) == (name, _step) and _leave_witness(fault):
+            if (fault.point, fault.step) == (name, _step if step is None else step) and _leave_witness(fault):
                 _act(fault, values)
 
 

@@ -204,7 +204,7 @@ class CheckpointManager(api.CheckpointManager):
 
     def _prepare(self, step: int) -> None:
         """Make the directory, with the configuration of this start in it."""
-        faults.at("checkpoint.stage")
+        faults.at("checkpoint.stage", step=step)
         if self._group.rank:
             return
         left = shelf.clean_up(self._shelf)
@@ -234,22 +234,22 @@ class CheckpointManager(api.CheckpointManager):
             SaveError: on every rank, when it failed on any.
         """
         started, directory = time.perf_counter(), shelf.saving_path(self._shelf, task.step)
-        self._agree(lambda: self._hash_share(directory))
+        self._agree(lambda: self._hash_share(task, directory))
         seconds = time.perf_counter() - started
         self._agree(lambda: self._commit(task, directory))
         self.last_saved = task.step
         logger.info("Checkpoint of step %d is complete; hashing took %.2f seconds.", task.step, seconds)
-        faults.at("checkpoint.after_commit")
-        self._retire()
+        faults.at("checkpoint.after_commit", step=task.step)
+        self._retire(task)
 
-    def _hash_share(self, directory: Path) -> None:
-        faults.at("checkpoint.shard")
+    def _hash_share(self, task: _Task, directory: Path) -> None:
+        faults.at("checkpoint.shard", step=task.step)
         rank, world_size = self._group.rank, self._group.world_size
         mine = manifests.share(manifests.file_names(directory), rank=rank, world_size=world_size)
         manifests.write_sidecar(directory, rank, {n: manifests.hash_file(directory / n) for n in mine})
 
     def _commit(self, task: _Task, directory: Path) -> None:
-        faults.at("checkpoint.before_commit")
+        faults.at("checkpoint.before_commit", step=task.step)
         if self._group.rank:
             return
         hashed = manifests.take_sidecars(directory)
@@ -281,7 +281,7 @@ class CheckpointManager(api.CheckpointManager):
         others = tuple(f"{name}." for name in self.states if name != _MODEL)
         return manifests.fingerprint({n: shape for n, shape in shapes.items() if not n.startswith(others)})
 
-    def _retire(self) -> None:
+    def _retire(self, task: _Task) -> None:
         """Take away what retention does not keep. A failure is no failure of the checkpoint just saved."""
         old: list[Path] = []
         try:
@@ -289,7 +289,7 @@ class CheckpointManager(api.CheckpointManager):
                 found = shelf.entries(self._shelf)
                 old = shelf.to_remove(found, keep_latest=self.keep_latest_k, keep_best=self.policy.keep_best)
                 old = [shelf.discard(path) for path in old]
-            faults.at("checkpoint.purge")
+            faults.at("checkpoint.purge", step=task.step)
             self._delete(old)
         except OSError as error:
             logger.warning("Old checkpoints could not be removed: %s.", error)

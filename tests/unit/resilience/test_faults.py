@@ -51,12 +51,15 @@ def test_it_happens_once_at_its_point_step_rank_and_attempt_and_leaves_a_witness
     faults.at("optimizer.after")
 
 
-def test_a_numbered_point_is_met_at_its_number(plant):
-    folder = plant("forward_backward.2:7:1:2:slow=0")
+def test_a_numbered_point_is_met_at_its_number_and_a_checkpoint_at_its_own_step(plant):
+    folder = plant("forward_backward.2:7:1:2:slow=0;checkpoint.shard:6:1:2:slow=0")
     faults.at("forward_backward", 1)
     assert not faults.witnesses(folder)
     faults.at("forward_backward", 2)
     assert len(faults.witnesses(folder)) == 1
+    faults.at("checkpoint.shard")  # of this step
+    faults.at("checkpoint.shard", step=6)  # in the background
+    assert len(faults.witnesses(folder)) == 2
 
 
 def test_off_it_looks_at_nothing(plant):
@@ -126,7 +129,7 @@ def test_what_cannot_be_planted_is_refused(plant, text, message):
 
 def test_the_points_are_those_in_the_code():
     source = "".join(path.read_text() for path in Path("titan_rl").rglob("*.py"))
-    calls = re.findall(r'faults\.at\("([a-z_.]+)"(, (?!values)\w)?', source)
+    calls = re.findall(r'faults\.at\("([a-z_.]+)"(, (?!values|step)\w)?', source)
     assert sorted(name + (".<i>" if is_numbered else "") for name, is_numbered in calls) == sorted(
         faults.POINTS
     )
