@@ -27,6 +27,8 @@ _MEETING_EVERY = 4  # polls: thousands of ranks look at one directory of a share
 LINE = "line.txt"
 _LONGEST_GAP = 5.0
 _STACK_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
+_BUSY_SHARE = 0.1
 _REPORT_SECONDS = 4.0
 _TICK = 0.05
 _MOST_NAMED = 16
@@ -98,8 +100,11 @@ class Watcher:
         state, busy = process_state(self._pid), _cpu_seconds(self._pid)
         began = time.monotonic()
         stack = "" if state != "running" else self._dump_stacks()
-        if state == "running" and _cpu_seconds(self._pid) - busy < (time.monotonic() - began) / 2:
-            state = "waiting"
+        if state == "running":
+            time.sleep(max(began + _LOOK_SECONDS - time.monotonic(), 0.0))
+            # On a crowded machine a loop gets a part of a core; a wait takes next to nothing.
+            share = (_cpu_seconds(self._pid) - busy) / (time.monotonic() - began)
+            state = "running" if share > _BUSY_SHARE else "waiting"
         where = f"rank {self._rank} (process {self._pid}, {state}), in {sign.phase} of step {sign.step}"
         stack = stack or f"  none: a process that is {state} cannot print it.\n"
         _say(f"Watchdog: stacks of {where}:\n{stack}")
