@@ -1,0 +1,1 @@
+"""The pieces of ``python -m benchmarks.against_trl``: workloads, models, rewards, and one runner per side."""
