@@ -7,7 +7,7 @@ For every workload: the model and the prompts are written, TRL's candidate flags
 the fastest kept, then all sides run in turn, ``--rounds`` times, each in a process of its own on the same
 cores. Ratios are of medians over the steps 2 to n of all rounds; start-up is not in them. Before any ratio
 the work is compared (:func:`benchmarks.trl.results.faults`). Results: ``results.json`` and ``results.md`` in
-the folder. A workload that is done is not repeated; delete its ``measured.json`` to measure again.
+the the folder. A run that is done is not repeated, so the command may be interrupted and given again.
 """
 
 from __future__ import annotations
@@ -66,62 +66,74 @@ class Launcher:
             [sys.executable, "-m", "benchmarks.plain_loop", str(workload), self._steps(name)], name
         )
 
-    def trl(self, workload: Path, name: str, flags: dict[str, Any]) -> list[results.Step]:
-        """A run of TRL."""
+    def trl(
+        self, workload: Path, name: str, flags: dict[str, Any], *, timeout: float = 3600.0
+    ) -> list[results.Step]:
+        """A run of TRL, which may be given up after some seconds."""
         command = [str(self._trl_python), "-m", "benchmarks.trl.run_trl", str(workload), self._steps(name)]
-        return self._run([*command, str(self._folder / name), json.dumps(flags)], name)
+        return self._run([*command, str(self._folder / name), json.dumps(flags)], name, timeout=timeout)
 
     def _steps(self, name: str) -> str:
-        return str(self._folder / f"{name}.jsonl")
+        return str(self._folder / f"{name}.partial.jsonl")
 
-    def _run(self, command: Sequence[str], name: str) -> list[results.Step]:
+    def _run(self, command: Sequence[str], name: str, *, timeout: float = 3600.0) -> list[results.Step]:
+        done = self._folder / f"{name}.jsonl"
+        if done.exists():
+            return results.read_steps(done)
         log = self._folder / f"{name}.log"
         with log.open("wb") as output:
-            code = subprocess.run(
-                command, cwd=ROOT, env=self._environment, stdout=output, stderr=subprocess.STDOUT, check=False
-            ).returncode
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=self._environment, stdout=output, stderr=subprocess.STDOUT
+            )
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                raise RuntimeError(f"{name} took more than {timeout:g} s ({log})") from None
         if code:
             lines = log.read_text(errors="replace").strip().splitlines()
             raise RuntimeError(f"{name} ended with exit code {code}: {lines[-1] if lines else ''} ({log})")
-        return results.read_steps(Path(self._steps(name)))
+        Path(self._steps(name)).rename(done)
+        return results.read_steps(done)
 
 
-def measure(workload: Workload, folder: Path, launcher: Launcher, *, rounds: int) -> dict[str, Any]:
+def measure(
+    workload: Workload, folder: Path, launcher: Launcher, options: argparse.Namespace
+) -> dict[str, Any]:
     """Run all sides of a workload in turn.
 
     Returns:
         Workload, flags that were tried and chosen, and the steps by side.
     """
-    model = Path(SMOLLM2) if workload.shape is None else write_model(workload.shape, folder / "model")
+    model = ROOT / SMOLLM2 if workload.shape is None else write_model(workload.shape, folder / "model")
     path = workload.write(folder, model)
-    tried, flags = _choose(workload, folder, model, launcher)
+    tried, flags = _choose(workload, folder, model, launcher=launcher, options=options)
     sides = {
         OURS: lambda name: launcher.titan(path, name),
         TRL: lambda name: launcher.trl(path, name, flags),
         PLAIN: lambda name: launcher.plain(path, name),
     }
     runs: dict[str, list[list[results.Step]]] = {name: [] for name in sides}
-    for number in range(rounds):
+    for number in range(options.rounds):
         for name, start in sides.items():
             slug = name.split(",")[0].replace(" ", "_")
             runs[name].append(start(f"{slug}-{number}"))
-            seconds = results.figures(runs[name][-1:])["seconds"]
+            seconds = results.figures(runs[name][-1:], clock=options.clock)["seconds"]
             print(f"{workload.name}: {name}, round {number + 1}: {seconds:.2f} s a step", flush=True)
-    content = {"workload": json.loads(path.read_text()), "tried": tried, "flags": flags, "sides": runs}
-    (folder / "measured.json").write_text(json.dumps(content, indent=1) + "\n")
-    return content
+    return {"workload": json.loads(path.read_text()), "tried": tried, "flags": flags, "sides": runs}
 
 
 def _choose(
-    workload: Workload, folder: Path, model: Path, launcher: Launcher
+    workload: Workload, folder: Path, model: Path, *, launcher: Launcher, options: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Try TRL's candidates on three steps: seconds a step or the error of each, and the fastest's flags."""
     short = dataclasses.replace(workload, steps=3).write(folder / "tries", model)
     tried: dict[str, Any] = {}
-    for number, (name, flags) in enumerate(CANDIDATES.items()):
+    for number, name in enumerate(options.candidates):
         try:
-            steps = launcher.trl(short, f"try-{number}", flags)
-            tried[name] = results.figures([steps])["seconds"]
+            steps = launcher.trl(short, f"try-{number}", CANDIDATES[name], timeout=options.try_seconds)
+            tried[name] = results.figures([steps], clock=options.clock)["seconds"]
         except RuntimeError as error:
             tried[name] = str(error)
         print(f"{workload.name}: tried {name}: {tried[name]}", flush=True)
@@ -180,6 +192,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the runs and results")
     parser.add_argument("--only", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--candidates", nargs="*", default=list(CANDIDATES), choices=list(CANDIDATES))
+    parser.add_argument("--try-seconds", type=float, default=300.0, help="after which one is given up")
     parser.add_argument("--rounds", type=int, default=2, help="times that every side runs")
     parser.add_argument("--cores", type=int, default=1, help="cores and threads of every side")
     parser.add_argument(
@@ -196,12 +210,8 @@ def main() -> None:
     for name in options.only:
         folder = (options.folder / name).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        done = folder / "measured.json"
-        if done.exists():
-            measured.append(json.loads(done.read_text()))
-            continue
         launcher = Launcher(folder, trl_python=options.trl_python.absolute(), threads=options.cores)
-        measured.append(measure(WORKLOADS[name], folder, launcher, rounds=options.rounds))
+        measured.append(measure(WORKLOADS[name], folder, launcher, options))
     (options.folder / "results.json").write_text(json.dumps(measured) + "\n")
     text = report(measured, options)
     (options.folder / "results.md").write_text(text)

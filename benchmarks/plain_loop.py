@@ -71,7 +71,7 @@ def build_engine(spec: dict[str, Any]) -> LLM:
     return LLM(
         spec["model"],
         dtype="float32",
-        max_model_len=64 + 64 + spec["max_tokens"],
+        max_model_len=(64 if spec["system_prompt"] else spec["prompt_tokens"][1]) + spec["max_tokens"],
         max_num_seqs=256,
         block_size=32,
         kv_cache_memory_bytes=2**30,

@@ -83,7 +83,7 @@ def _config(shape: Shape) -> LlamaConfig:
         num_attention_heads=heads,
         num_key_value_heads=heads // 2,
         head_dim=_HEAD_DIM,
-        max_position_embeddings=1024,
+        max_position_embeddings=2048,
         tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=END,

@@ -57,10 +57,10 @@ class Workload:
     reward: str = "digit_fraction"
     prompts: int = 8
     group_size: int = 8
-    prompt_tokens: tuple[int, int] = (24, 24)
+    prompt_tokens: tuple[int, int] = (128, 128)
     max_tokens: int = 64
     temperature: float = 1.0
-    lr: float = 1e-3
+    lr: float = 5e-4
     steps: int = 8
     row_tokens: int = 2048
     micro_rows: int = 16
@@ -137,7 +137,7 @@ def of_step(rows: list[dict[str, str]], step: int, count: int) -> list[dict[str,
 _NEVER, _ONE_IN_64 = 0.0, 1 / 64
 _1M = {"layers": 5, "dim": 128}
 _10M = {"layers": 8, "dim": 320}
-_NATURAL: dict[str, Any] = {"lengths": "natural", "prompt_tokens": (8, 64), "max_tokens": 256}
+_NATURAL: dict[str, Any] = {"lengths": "natural", "prompt_tokens": (16, 256), "max_tokens": 256}
 
 WORKLOADS = {
     workload.name: workload
@@ -149,14 +149,14 @@ WORKLOADS = {
             lengths="equal",
             shape=Shape(**_10M, end_probability=_NEVER),
             prompts=4,
-            lr=5e-4,
+            lr=2e-4,
             steps=6,
         ),
         Workload(
             name="10m-natural",
             shape=Shape(**_10M, end_probability=_ONE_IN_64),
             prompts=4,
-            lr=5e-4,
+            lr=2e-4,
             steps=6,
             **_NATURAL,
         ),

@@ -30,15 +30,15 @@ def test_what_is_written_is_what_every_side_reads(tmp_path):
     spec, rows = workloads.read(workload.write(tmp_path, tmp_path / "model"))
     assert (spec["samples"], spec["max_tokens"], len(rows)) == (6, 64, 8)
     assert Path(spec["model"]) == tmp_path / "model"
-    assert [len(row["prompt"]) for row in rows] == [24] * 8
+    assert [len(row["prompt"]) for row in rows] == [128] * 8
     steps = [workloads.of_step(rows, step, workload.prompts) for step in range(4)]
     assert [row for step in steps for row in step] == rows
 
 
 def test_natural_prompts_differ_in_length_within_their_bounds():
     lengths = [len(row["prompt"]) for row in WORKLOADS["1m-natural"].rows()]
-    assert min(lengths) >= 8
-    assert max(lengths) <= 64
+    assert min(lengths) >= 16
+    assert max(lengths) <= 256
     assert max(lengths) > 4 * min(lengths)
 
 
