@@ -127,7 +127,12 @@ def measure(
 def _choose(
     workload: Workload, folder: Path, model: Path, *, launcher: Launcher, options: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Try TRL's candidates on three steps: seconds a step or the error of each, and the fastest's flags."""
+    """Try TRL's candidates on three steps: seconds a step or the error of each, and the fastest's flags.
+
+    A single candidate is taken as it is.
+    """
+    if len(options.candidates) == 1:
+        return {}, CANDIDATES[options.candidates[0]]
     short = dataclasses.replace(workload, steps=3).write(folder / "tries", model)
     tried: dict[str, Any] = {}
     for number, name in enumerate(options.candidates):
@@ -169,8 +174,8 @@ def report(measured: Sequence[dict[str, Any]], options: argparse.Namespace) -> s
             results.table(sides, clock=options.clock),
             "",
             "titan_rl's step: " + ", ".join(f"{name} {share:.1%}" for name, share in shares.items()) + ".",
-            f"TRL's flags beside those of the work: `{json.dumps(content['flags'])}`; tried, s a step: "
-            + ", ".join(f"{name}: {_short(value)}" for name, value in content["tried"].items())
+            f"TRL's flags beside those of the work: `{json.dumps(content['flags'])}`"
+            + "".join(f"; tried, {name}: {_short(value)}" for name, value in content["tried"].items())
             + ".",
         ]
         wrong = results.faults(spec, sides)
@@ -179,7 +184,7 @@ def report(measured: Sequence[dict[str, Any]], options: argparse.Namespace) -> s
 
 
 def _short(value: Any) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else f"failed ({value})"
+    return f"{value:.2f} s a step" if isinstance(value, float) else f"failed ({value})"
 
 
 def _trl_version(python: Path) -> str:
