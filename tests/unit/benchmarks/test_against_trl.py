@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import against_trl
 from benchmarks.trl import flags, models, results, rewards, run_titan, workloads
 from benchmarks.trl.results import OURS, PLAIN
 from benchmarks.trl.workloads import WORKLOADS, Shape, Workload
@@ -204,3 +205,21 @@ def test_steps_are_read_as_they_were_written(tmp_path):
     path = tmp_path / "steps.jsonl"
     path.write_text("".join(json.dumps(step) + "\n" for step in steps))
     assert results.read_steps(path) == steps
+
+
+def test_the_report_names_the_flags_the_stages_and_what_is_not_the_same(sides):
+    spec = SPEC | {"name": "w", "prompts": 2, "group_size": 4}
+    content = {
+        "workload": spec,
+        "sides": sides,
+        "flags": {"beta": 0.5},
+        "tried": {"a": 1.5, "b": "exit code 1"},
+    }
+    text = against_trl.report([content], about="Here.", clock="seconds")
+    assert '`{"beta": 0.5}`; tried, a: 1.50 s a step; tried, b: failed (exit code 1).' in text
+    assert "generate 50.0%" in text
+    assert "Not the same work" not in text
+    sides["TRL"][0].pop()
+    assert "**Not the same work:** TRL: 3 steps instead of 4" in against_trl.report(
+        [content], about="Here.", clock="seconds"
+    )
