@@ -60,8 +60,8 @@ class Workload:
     prompt_tokens: tuple[int, int] = (128, 128)
     max_tokens: int = 64
     temperature: float = 1.0
-    lr: float = 5e-4
-    steps: int = 8
+    lr: float = 1e-3
+    steps: int = 6
     row_tokens: int = 2048
     micro_rows: int = 16
     system_prompt: str = ""
@@ -137,7 +137,7 @@ def of_step(rows: list[dict[str, str]], step: int, count: int) -> list[dict[str,
 _NEVER, _ONE_IN_64 = 0.0, 1 / 64
 _1M = {"layers": 5, "dim": 128}
 _10M = {"layers": 8, "dim": 320}
-_NATURAL: dict[str, Any] = {"lengths": "natural", "prompt_tokens": (16, 256), "max_tokens": 256}
+_NATURAL: dict[str, Any] = {"lengths": "natural", "prompt_tokens": (16, 128), "max_tokens": 256}
 
 WORKLOADS = {
     workload.name: workload
@@ -149,15 +149,15 @@ WORKLOADS = {
             lengths="equal",
             shape=Shape(**_10M, end_probability=_NEVER),
             prompts=4,
-            lr=2e-4,
-            steps=6,
+            lr=4e-4,
+            steps=4,
         ),
         Workload(
             name="10m-natural",
             shape=Shape(**_10M, end_probability=_ONE_IN_64),
             prompts=4,
-            lr=2e-4,
-            steps=6,
+            lr=4e-4,
+            steps=4,
             **_NATURAL,
         ),
         Workload(

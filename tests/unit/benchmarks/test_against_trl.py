@@ -39,7 +39,7 @@ def test_what_is_written_is_what_every_side_reads(tmp_path):
 def test_natural_prompts_differ_in_length_within_their_bounds():
     lengths = [len(row["prompt"]) for row in WORKLOADS["1m-natural"].rows()]
     assert min(lengths) >= 16
-    assert max(lengths) <= 256
+    assert max(lengths) <= 128
     assert max(lengths) > 4 * min(lengths)
 
 
