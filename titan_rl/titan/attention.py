@@ -258,7 +258,8 @@ def _attend_per_document(
 
 def _gather(x: torch.Tensor, stretches: Sequence[Stretches]) -> tuple[torch.Tensor, ...]:
     """``[n, L, N, H]`` of ``[B, L, N, H]`` for each of the stretches."""
-    return _GatherStretches.apply(x.flatten(0, 1), stretches)
+    indices = [index for part in stretches for index in (part.gather, part.scatter, part.tokens)]
+    return _GatherStretches.apply(x.flatten(0, 1), *indices)
 
 
 class _GatherStretches(torch.autograd.Function):
@@ -271,21 +272,22 @@ class _GatherStretches(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, x: torch.Tensor, stretches: Sequence[Stretches]
+        ctx: Any, x: torch.Tensor, *indices: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.stretches, ctx.shape = stretches, x.shape
+        ctx.save_for_backward(*indices[1::3], *indices[2::3])
+        ctx.shape = x.shape
         return tuple(
-            x.index_select(0, part.gather.reshape(-1)).view(*part.gather.shape, *x.shape[1:])
-            for part in stretches
+            x.index_select(0, gather.reshape(-1)).view(*gather.shape, *x.shape[1:]) for gather in indices[::3]
         )
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         total = grads[0].new_zeros(ctx.shape)
-        for part, grad in zip(ctx.stretches, grads, strict=True):
-            rows = grad.flatten(0, 1).index_select(0, part.scatter)
-            total.index_copy_(0, part.tokens, rows.add_(total.index_select(0, part.tokens)))
-        return total, None
+        scatters, tokens = ctx.saved_tensors[: len(grads)], ctx.saved_tensors[len(grads) :]
+        for scatter, token, grad in zip(scatters, tokens, grads, strict=True):
+            rows = grad.flatten(0, 1).index_select(0, scatter)
+            total.index_copy_(0, token, rows.add_(total.index_select(0, token)))
+        return (total, *(None,) * (3 * len(grads)))
 
 
 def _dense_mask(mask: BlockMask, num_queries: int, num_keys: int) -> torch.Tensor:
