@@ -163,6 +163,8 @@ def test_gradients_travel_once_per_step_or_once_per_micro_batch(launch):
 
     every, last = reductions("sharded", "reduce_scatter")
     assert every == micro_batches * last > 0
+    every, last = reductions("sharded", "_allgather_base_")
+    assert 0 < last < every  # a micro-batch finds the weights that the one before it gathered
     every, last = reductions("replicated", "allreduce")
     assert every == last > 0  # the sum over replicas waits in any case
 

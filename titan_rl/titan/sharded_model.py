@@ -159,7 +159,8 @@ class ShardedModel:
         """Choose when :meth:`forward_backward` adds gradients up over ranks; ``"auto"`` if not called.
 
         Reduced only after the last micro-batch, they travel once per step, but until then every rank keeps
-        the whole gradient of the model instead of its shard. The sum over replicas (HSDP) waits for the last
+        the whole gradient of the model instead of its shard, and the weights whole from one micro-batch to
+        the next, which then does not gather them again. The sum over replicas (HSDP) waits for the last
         micro-batch in any case, because that takes no memory, and so does a pipeline's schedule.
 
         Args:
@@ -280,6 +281,8 @@ class ShardedModel:
         for part in self.parts:
             if isinstance(part, FSDPModule) and defers:
                 part.set_requires_gradient_sync(is_last)
+                # Where there is room for whole gradients there is room for the weights, until the next pass.
+                part.set_reshard_after_backward(is_last)
             elif isinstance(part, FSDPModule):
                 part.set_requires_all_reduce(is_last)
 

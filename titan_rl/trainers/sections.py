@@ -103,7 +103,8 @@ class BatchingSection:
 
     reduce_gradients: ReduceGradients = "auto"
     """Add gradients up over ranks after every micro-batch, or once after the last, until when each rank keeps
-    the whole gradient instead of its shard. ``"auto"``: after the last when that takes at most 1 GiB."""
+    the whole gradient, and the whole weights between micro-batches, instead of its shard. ``"auto"``: after
+    the last when the gradient takes at most 1 GiB."""
 
 
 @dataclass(kw_only=True, slots=True)

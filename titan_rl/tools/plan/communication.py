@@ -80,8 +80,10 @@ def _fsdp(facts: RunFacts, policy: ShardSizes, *, passes: int, scorings: int) ->
     reshard = facts.parallelism.fsdp_reshard_after_forward
     has_pipeline = facts.degrees.pipeline > 1
     keeps = reshard == "never" or (reshard == "default" and has_pipeline)
-    gathers = (1 if keeps else 2) * passes
-    reductions = 1 if facts.defers_reduction(policy.numel) else passes
+    defers = facts.defers_reduction(policy.numel)
+    # Where reductions wait, a micro-batch finds the weights that the backward pass before it gathered.
+    gathers = passes if keeps else passes + 1 if defers else 2 * passes
+    reductions = 1 if defers else passes
     total = 0.0
     for size, ways in _whole(facts, policy):
         total += size * _share(ways) * ((gathers + scorings * passes) * facts.compute_bytes + reductions * 4)

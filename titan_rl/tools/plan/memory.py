@@ -277,7 +277,8 @@ def gathered_bytes(facts: RunFacts, policy: ShardSizes, stages: Sequence[Stage])
     2023, arXiv 2304.11277, sections 3.2 and 3.3; FSDP2 does the same per parameter); the output projection
     stays gathered from forward to backward. With ``fsdp_reshard_after_forward = "never"``, and by default
     under pipeline parallelism, all weights of the rank's stages stay. Whole gradients are added up in fp32
-    until the last micro-batch by a pipeline, and where ``batching.reduce_gradients`` waits for it.
+    until the last micro-batch by a pipeline, and where ``batching.reduce_gradients`` waits for it; then the
+    weights stay too.
     """
     units: dict[str, int] = {}
     for parameter in policy.parameters:
@@ -292,12 +293,12 @@ def gathered_bytes(facts: RunFacts, policy: ShardSizes, stages: Sequence[Stage])
     beside = sum(units.values()) - sum(layers)
     p, policy_of_reshard = facts.compute_bytes, facts.parallelism.fsdp_reshard_after_forward
     has_pipeline = facts.degrees.pipeline > 1
-    if policy_of_reshard == "never" or (policy_of_reshard == "default" and has_pipeline):
+    defers = facts.defers_reduction(policy.numel)
+    if policy_of_reshard == "never" or (policy_of_reshard == "default" and has_pipeline) or defers:
         held = p * sum(units.values())
     else:
         held = p * (min(2, len(layers)) * largest + beside)
-    keeps_whole = has_pipeline or facts.defers_reduction(policy.numel)
-    gradients = 4 * sum(units.values()) if keeps_whole else (p + 4) * largest
+    gradients = 4 * sum(units.values()) if has_pipeline or defers else (p + 4) * largest
     return held + gradients
 
 
