@@ -27,6 +27,8 @@ REPEAT_SECONDS = 2.0
 """A batch system may signal launcher and ranks, and the launcher the ranks again: that is one request."""
 ALIVE_SECONDS = 2.0
 """How long the ranks wait for each other's answer before they give up a checkpoint that needs all of them."""
+LAUNCHER_SECONDS = 3.0
+"""How long a rank that another one has told waits for its own launcher's signal before it ends."""
 EXIT_CODE = 128 + signal.SIGTERM
 _POLL_SECONDS = 0.25
 _KEY = "titan_rl/stop"
@@ -111,6 +113,16 @@ class StopControl:
         except RuntimeError:  # the store went with the rank or the launcher that held it
             return cause
         return cause if first == mine else first
+
+    def wait_for_launcher(self) -> None:
+        """Where only another rank was asked to stop, give this one's launcher time to ask as well.
+
+        When a node comes, each launcher notices by itself and restarts its ranks. One whose rank has ended
+        with 0 before that takes the job for done, and its node would be missing from then on.
+        """
+        deadline = time.monotonic() + LAUNCHER_SECONDS
+        while self._is_preempted.is_set() and self._first_signal is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
         """Stop listening."""

@@ -125,6 +125,7 @@ class _Session:
         faults.at("shutdown")
         if self._writes:
             write_status(self._folder, outcome, step=self.trainer.step, requeue=outcome != "done")
+        self.trainer.control.wait_for_launcher()
         self.trainer.close()
         # The launcher's copy of a signal that was obeyed must not turn the exit code into another one.
         signals.listen(lambda _: None)

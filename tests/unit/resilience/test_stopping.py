@@ -122,6 +122,33 @@ def test_the_grace_ends_the_process_and_closing_takes_that_back(make_control, en
     assert ended == []
 
 
+def test_a_rank_that_was_only_told_waits_for_its_launcher_s_signal_and_no_longer(make_control, monkeypatch):
+    """A launcher that notices a moment later must not find that its rank has ended."""
+    slept = []
+    now = [1000.0]
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+        if len(slept) == 4:
+            control._on_signal(signal.SIGTERM)
+
+    control = make_control()
+    control.wait_for_launcher()  # nobody has asked
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stopping.time, "sleep", sleep)
+    assert slept == []
+    control._preempt("another rank")
+    control.wait_for_launcher()
+    assert len(slept) == 4
+    control.wait_for_launcher()  # asked by now
+    assert len(slept) == 4
+    other = make_control()
+    other._preempt("another rank")
+    other.wait_for_launcher()
+    assert sum(slept[4:]) == stopping.LAUNCHER_SECONDS
+
+
 BLOCKED = """
 import ctypes, os, signal, sys, time
 from titan_rl.resilience import signals
