@@ -36,7 +36,7 @@ from titan_rl.types import (
     Turn,
 )
 
-NUM_PROMPTS, NUM_CONTINUATIONS, MAX_PREFIX = 100, 64, 2
+NUM_PROMPTS, NUM_CONTINUATIONS, MAX_PREFIX = 60, 64, 2
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
     if trainer.critic is None or trainer.state.policy_version:
         raise SystemExit("The policy must stay frozen: set critic.warmup_iterations to training.steps.")
     seen = trainer.data.train.take(0, min(NUM_PROMPTS, trainer.state.cursor))
-    for name, prompts in (("trained on", seen), ("held out", trainer.data.held_out_prompts()[:NUM_PROMPTS])):
+    for name, prompts in (("held out", trainer.data.held_out_prompts()[:NUM_PROMPTS]), ("trained on", seen)):
         states = _states(trainer, prompts, name)
         measured = torch.tensor(_monte_carlo(trainer, states, name))
         predicted = torch.tensor([_value(trainer, tokens) for _, tokens, _ in states])
