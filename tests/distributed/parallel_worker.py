@@ -43,6 +43,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp2": {TP: 2},
         "tp2_without_sequence_parallel": {TP: 2, "enable_sequence_parallel": False},
         "cp2": {CP: 2} | LONG,
+        "cp2_unbalanced": {CP: 2, "context_parallel_load_balancer": None} | LONG,
+        "cp2_ptrr": {CP: 2, "context_parallel_load_balancer": "ptrr"} | LONG,
         "pp2": {PP: 2} | PIPELINE,
         "pp2_interleaved": {PP: 2} | INTERLEAVED,
     },

@@ -6,6 +6,7 @@ works, so that a plan can list all of them and a run can raise the first. Nothin
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ def contradictions(
     return list(check_degrees(parallelism)) or [
         *check_ranks(parallelism, world_size),
         *check_heads(parallelism, architecture),
+        *check_vocabulary(parallelism, architecture),
         *check_rows(parallelism, seq_len=seq_len, architecture=architecture),
         *check_pipeline(parallelism, architecture, local_batch_size=local_batch_size),
         *check_experts(parallelism, architecture, world_size),
@@ -165,6 +167,27 @@ def check_heads(parallelism: Any, architecture: Architecture) -> Iterator[Config
             return  # the other kind of heads has the same remedy
 
 
+def check_vocabulary(parallelism: Any, architecture: Architecture) -> Iterator[ConfigError]:
+    """Tensor-parallel ranks hold at least one row of the output projection each.
+
+    Args:
+        parallelism: TorchTitan's section.
+        architecture: The model's sizes.
+    """
+    degree, rows = parallelism.tensor_parallel_degree, architecture.vocab_size
+    most = -(-rows // degree)
+    holders = -(-rows // most)
+    if holders < degree:
+        good = [d for d in range(1, degree) if -(-rows // -(-rows // d)) == d]
+        yield ConfigError(
+            "parallelism.tensor_parallel_degree",
+            f"leave every rank an output row of the model ([model]): {rows} rows, {most} a rank, are all on "
+            f"the first {holders}",
+            degree,
+            f"Set {good[-1]}.",
+        )
+
+
 def check_rows(parallelism: Any, *, seq_len: int, architecture: Architecture) -> Iterator[ConfigError]:
     """Rows are cut evenly over tensor- and context-parallel ranks, and the model reaches as far as a row.
 
@@ -197,6 +220,13 @@ def check_rows(parallelism: Any, *, seq_len: int, architecture: Architecture) ->
             f"be flex with parallelism.context_parallel_degree = {parallelism.context_parallel_degree}",
             "varlen",
             'Set model.attn_backend = "flex", or context_parallel_degree = 1.',
+        )
+    if parallelism.context_parallel_load_balancer not in ("headtail", "ptrr", None):
+        yield ConfigError(
+            "parallelism.context_parallel_load_balancer",
+            'be "headtail", "ptrr" or "none"',
+            parallelism.context_parallel_load_balancer,
+            "Leave it out.",
         )
 
 
@@ -234,7 +264,10 @@ def check_pipeline(
             'Set "Interleaved1F1B" for two stages per rank, or "1F1B" for one.',
         )
         return
-    yield from _check_stages(parallelism, architecture)
+    if parallelism.module_fqns_per_model_part is None:
+        yield from _check_stages(parallelism, architecture)
+    else:
+        yield from _check_parts(parallelism, architecture)
     yield from _check_micro_batches(parallelism, local_batch_size)
 
 
@@ -267,6 +300,42 @@ def _check_stages(parallelism: Any, architecture: Architecture) -> Iterator[Conf
             degree,
             f"Set at most {min(most, layers)}, or pipeline_parallel_first_stage_less_layers = "
             "pipeline_parallel_last_stage_less_layers = 0.",
+        )
+
+
+def _check_parts(parallelism: Any, architecture: Architecture) -> Iterator[ConfigError]:
+    """Stages that the user spelled out: TorchTitan drops what none names, and runs twice what two name."""
+    key = "parallelism.module_fqns_per_model_part"
+    parts, last_layer = parallelism.module_fqns_per_model_part, architecture.num_layers - 1
+    wanted = ["tok_embeddings", *(f"layers.{i}" for i in range(architecture.num_layers)), "norm", "lm_head"]
+    # What else a model has may stand anywhere; within a stage the model decides the order.
+    place = {name: index for index, name in enumerate(wanted)}
+    named = [name for part in parts for name in sorted(set(part) & place.keys(), key=place.__getitem__)]
+    got = ""
+    if missing := [name for name in wanted if name not in named]:
+        got = f"without {', '.join(missing)}"
+    elif twice := [name for name in wanted if named.count(name) > 1]:
+        got = f"{', '.join(twice)} twice"
+    elif named != wanted:
+        late = next(b for a, b in itertools.pairwise(named) if place[a] > place[b])
+        got = f"{late} too late"
+    if got:
+        yield ConfigError(
+            key,
+            f"name each of tok_embeddings, layers.0 to layers.{last_layer} ([model]), norm and lm_head once, "
+            "in the order of the model",
+            got,
+            "Mend it, or leave it out.",
+        )
+    degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    single = schedule.lower() in SINGLE_STAGE_SCHEDULES
+    if not _is_good(len(parts), degree, single):
+        count = f"{degree} stages" if single else f"a multiple of {degree} stages, at least {2 * degree},"
+        yield ConfigError(
+            key,
+            f"make {count} for parallelism.pipeline_parallel_degree = {degree} and schedule {schedule}",
+            f"{len(parts)} stages",
+            "Mend it, or leave it out.",
         )
 
 

@@ -51,7 +51,12 @@ def find(
 
 TP, PP, CP = "tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree"
 EP, SHARD = "expert_parallel_degree", "data_parallel_shard_degree"
-SCHEDULE = "pipeline_parallel_schedule"
+SCHEDULE, PARTS = "pipeline_parallel_schedule", "module_fqns_per_model_part"
+LAYERS = [f"layers.{i}" for i in range(8)]
+WANTED_PARTS = (
+    "parallelism.module_fqns_per_model_part must name each of tok_embeddings, layers.0 to layers.7 "
+    "([model]), norm and lm_head once, in the order of the model"
+)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +70,13 @@ SCHEDULE = "pipeline_parallel_schedule"
     ],
 )  # fmt: skip
 def test_a_layout_that_works_has_no_contradictions(world_size, parallelism):
+    for parts in (
+        [["tok_embeddings", *LAYERS], ["norm", "lm_head"]],
+        [["layers.1", "layers.0", "tok_embeddings", "extra"], [*LAYERS[2:], "norm", "lm_head"]],
+    ):
+        assert find(2, **{PP: 2, PARTS: parts}) == []
+    assert find(8, **{CP: 2, "context_parallel_load_balancer": None}) == []
+    assert find(4, architecture=dataclasses.replace(SMALL, vocab_size=10), **{TP: 4}) == []
     assert find(world_size, **parallelism) == []
     assert find(8, architecture=MOE, **{EP: 4}) == []
 
@@ -101,6 +113,22 @@ def test_a_layout_that_works_has_no_contradictions(world_size, parallelism):
         (2, {CP: 2, "architecture": VARLEN},
          "model.attn_backend must be flex with parallelism.context_parallel_degree = 2; got 'varlen'. "
          'Set model.attn_backend = "flex", or context_parallel_degree = 1.'),
+        (2, {CP: 2, "context_parallel_load_balancer": "zigzag"},
+         'parallelism.context_parallel_load_balancer must be "headtail", "ptrr" or "none"; got '
+         "'zigzag'. Leave it out."),
+        (4, {TP: 4, "architecture": dataclasses.replace(SMALL, vocab_size=5)},
+         "parallelism.tensor_parallel_degree must leave every rank an output row of the model "
+         "([model]): 5 rows, 2 a rank, are all on the first 3; got 4. Set 3."),
+        (2, {PP: 2, PARTS: [["tok_embeddings", *LAYERS[:3]], [*LAYERS[4:], "norm", "lm_head"]]},
+         f"{WANTED_PARTS}; got without layers.3. Mend it, or leave it out."),
+        (2, {PP: 2, PARTS: [["tok_embeddings", *LAYERS[:4]], [*LAYERS[3:], "norm", "lm_head"]]},
+         f"{WANTED_PARTS}; got layers.3 twice. Mend it, or leave it out."),
+        (2, {PP: 2, PARTS: [["tok_embeddings", *LAYERS[4:]], [*LAYERS[:4], "norm", "lm_head"]]},
+         f"{WANTED_PARTS}; got layers.0 too late. Mend it, or leave it out."),
+        (2, {PP: 2, PARTS: [["tok_embeddings"], LAYERS, ["norm", "lm_head"]]},
+         "parallelism.module_fqns_per_model_part must make 2 stages for "
+         "parallelism.pipeline_parallel_degree = 2 and schedule 1F1B; got 3 stages. Mend it, or "
+         "leave it out."),
         (2, {PP: 2, "architecture": TIED},
          "parallelism.pipeline_parallel_degree must be 1 for a model whose embedding and output "
          "projection are one matrix ([model]): they are on the first and the last stage; got 2. "
