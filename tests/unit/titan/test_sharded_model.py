@@ -7,14 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
+from torchtitan.distributed import fsdp
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.attention import FlexAttention
 
 from tests.unit.titan.tiny_models import load_titan, make_peer, titan_logits, tokens
 from tests.unit.titan.trainer_fakes import no_parallelism, one_part, one_rank
 from titan_rl.titan import sharded_model
-from titan_rl.titan.models import build_sharded
+from titan_rl.titan.models import build_sharded, build_sibling
 from titan_rl.titan.sharded_model import Hidden, ShardedModel, TensorParallelVocabulary, fsdp_modules
 
 
@@ -230,6 +232,38 @@ def test_a_head_that_was_unsharded_is_whole_until_everything_is_resharded(tmp_pa
     assert torch.equal(weight, expected)
     model.reshard()
     assert isinstance(model.head.weight, DTensor)
+
+
+@pytest.mark.parametrize("of_policy", [False, True])
+@pytest.mark.parametrize("of_reference", [False, True])
+def test_offload_reaches_every_fsdp_unit_of_the_model_that_asks_for_it(
+    tmp_path, process_group, monkeypatch, of_policy, of_reference
+):
+    """Dispatch only: on a CPU there is nowhere to offload to, so that torch is not handed the policy."""
+    make_peer("llama").save_pretrained(tmp_path)
+    trainer = one_rank(tmp_path, enable_cpu_offload=of_policy)
+    real, offloaded = fsdp.fully_shard, []
+
+    def fully_shard(module, *, offload_policy=None, **options):
+        count = len(module) if isinstance(module, list) else 1  # norm and head are one group of parameters
+        offloaded.extend([isinstance(offload_policy, CPUOffloadPolicy)] * count)
+        return real(module, **options)
+
+    monkeypatch.setattr(fsdp, "fully_shard", fully_shard)
+    reference = build_sibling(trainer, offload_to_cpu=of_reference)
+    assert set(offloaded) == {of_reference}  # whatever the policy does
+    assert len(offloaded) == len(list(fsdp_modules(reference.parts[0]))) >= 3
+    offloaded.clear()
+    trainer.config.model_spec.parallelize_fn(  # as TorchTitan's trainer builds the policy
+        trainer.model_config.build(),
+        parallel_dims=trainer.parallel_dims,
+        training=trainer.config.training,
+        parallelism=trainer.config.parallelism,
+        compile_config=trainer.config.compile,
+        ac_config=None,
+        dump_folder="",
+    )
+    assert set(offloaded) == {of_policy}
 
 
 def test_a_plain_model_has_no_fsdp_units(module):
