@@ -142,7 +142,7 @@ _NATURAL: dict[str, Any] = {"lengths": "natural", "prompt_tokens": (16, 128), "m
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload(name="1m-equal", lengths="equal", shape=Shape(**_1M, end_probability=_NEVER)),
+        Workload(name="1m-equal", lengths="equal", shape=Shape(**_1M, end_probability=_NEVER), lr=5e-4),
         Workload(name="1m-natural", shape=Shape(**_1M, end_probability=_ONE_IN_64), **_NATURAL),
         Workload(
             name="10m-equal",
