@@ -247,9 +247,8 @@ def _attend_per_document(
                 prefix = tensors[len(own) + branch].index_select(0, prefix_of)
                 bucket[place] = torch.cat([prefix, bucket[place]], dim=1)
             options = {"attn_mask": spans.branches[branch].mask}
-        part = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in bucket), scale=scale, enable_gqa=enable_gqa, **options
-        )
+        q, k, v = (x.transpose(1, 2) for x in bucket)
+        part = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=enable_gqa, **options)
         parts.append(part.transpose(1, 2).flatten(0, 1).index_select(0, stretches.scatter))
     tokens = torch.cat([stretches.tokens for stretches in own])
     out = query.new_zeros(spans.num_tokens, query.shape[2], value.shape[-1])
