@@ -282,7 +282,8 @@ class _GatherStretches(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         total = grads[0].new_zeros(ctx.shape)
-        scatters, tokens = ctx.saved_tensors[: len(grads)], ctx.saved_tensors[len(grads) :]
+        saved = ctx.saved_tensors  # once: under activation checkpointing a second look at them is refused
+        scatters, tokens = saved[: len(grads)], saved[len(grads) :]
         for scatter, token, grad in zip(scatters, tokens, grads, strict=True):
             rows = grad.flatten(0, 1).index_select(0, scatter)
             total.index_copy_(0, token, rows.add_(total.index_select(0, token)))
