@@ -42,7 +42,8 @@ def step(launch, name, case) -> Step:
 def test_two_ranks_give_the_loss_metrics_and_gradients_of_one(launch, name, case):
     got, expected = step(launch, name, case), launch.expected[name]
     assert unequal(got, expected) == []
-    assert got.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-7)
+    # Terms of about 1 cancel to a loss of about 0.01.
+    assert got.loss == pytest.approx(expected.loss, rel=1e-5, abs=5e-7)
     assert got.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
 
 
