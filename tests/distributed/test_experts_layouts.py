@@ -79,7 +79,8 @@ def test_a_layout_gives_the_loss_and_gradients_of_one_rank(launched, alone, worl
     assert any("router" in key for key in expected.gradients)
     assert name == "grpo" or any(key.startswith("critic.") and "experts" in key for key in expected.gradients)
     assert unequal(got, expected) == []
-    assert got.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-7)
+    # Terms of about 1 cancel to a loss of about 0.01.
+    assert got.loss == pytest.approx(expected.loss, rel=1e-5, abs=5e-7)
     assert got.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
 
 
