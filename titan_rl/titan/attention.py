@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel_attention
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torchtitan.models.common.attention import FlexAttention
 
@@ -319,13 +320,17 @@ def use_cpu_attention(model_config: Any, *, per_document: bool = True) -> None:
 
 
 def install_on_cpu(titan_attention: types.ModuleType) -> None:
-    """Make TorchTitan build block masks without a compiler.
+    """Make block masks without a compiler, also those of context parallelism.
+
+    The compiler of context parallelism makes a mask anew for each length of a row, and gives up at the ninth.
 
     Args:
         titan_attention: The module ``torchtitan.models.common.attention``.
     """
     attention: Any = titan_attention
+    context_parallel: Any = context_parallel_attention
     attention._compiled_create_block_mask = create_block_mask
+    context_parallel._compiled_create_block_mask = create_block_mask
 
 
 def install(titan_decoder: types.ModuleType) -> None:

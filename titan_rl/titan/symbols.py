@@ -166,6 +166,9 @@ TORCHTITAN_IMPORTS = {
 """What is imported, in ``titan_rl/titan/`` alone."""
 
 TORCHTITAN_REACHED = {
+    "torch.distributed.tensor.experimental._context_parallel._attention": {
+        "_compiled_create_block_mask": "REPLACED on a CPU: masks of context parallelism without a compiler.",
+    },
     "torch.distributed.pipelining.schedules": {
         "_PipelineSchedule._loss_fn": "SET for each step: the loss of its micro-batches.",
         "_PipelineSchedule._n_microbatches": "Micro-batches of one run; a step is filled up to a multiple.",

@@ -8,6 +8,7 @@ import torch
 import torchtitan.components.metrics
 import torchtitan.distributed.utils
 import torchtitan.trainer
+from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel_attention
 from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.components.metrics import DeviceMemoryMonitor
 from torchtitan.distributed import fsdp
@@ -60,6 +61,7 @@ def replaced() -> list[object]:
         utils.device_module,
         fsdp.disable_fsdp_gradient_division,
         attention._compiled_create_block_mask,
+        context_parallel_attention._compiled_create_block_mask,
         Decoder._create_flex_attention_mask_for_document,
         Module._init_self_parameters,
     ]
@@ -71,6 +73,7 @@ def test_installing_again_changes_nothing():
     assert device.install() == "cpu"
     assert all(a is b for a, b in zip(first, replaced(), strict=True))
     assert attention._compiled_create_block_mask is create_block_mask
+    assert context_parallel_attention._compiled_create_block_mask is create_block_mask
 
 
 def test_every_module_of_torchtitan_sees_the_cpu(monkeypatch):
