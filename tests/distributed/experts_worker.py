@@ -224,9 +224,15 @@ def compute(setup: ExpertsSetup, layout: str) -> tuple[dict[str, torch.Tensor], 
 
 
 def step_of(tensors: dict[str, torch.Tensor], rest: dict[str, Any], name: str) -> Step:
-    """The step of an algorithm in what :func:`compute` gave."""
+    """The step of an algorithm in what :func:`compute` gave.
+
+    The critic's head is one tensor: its bias by itself is a sum of residuals that cancel.
+    """
     prefix = f"{name}/"
     gradients = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    if (bias := gradients.pop("critic.lm_head.bias", None)) is not None:
+        weight = gradients["critic.lm_head.weight"]
+        gradients["critic.lm_head.weight"] = torch.cat([weight.flatten(), bias])
     return Step(rest[name]["loss"], rest[name]["metrics"], gradients)
 
 
