@@ -11,8 +11,10 @@ import itertools
 import json
 import os
 import re
+import shutil
 import statistics
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -115,8 +117,8 @@ def start(
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval=0.1"]
         command += [*options, "-m", "titan_rl.train"]
     arguments = runs.arguments(jobs.CONFIGS / "grpo.toml", (*SETTINGS, *overrides), folder)
-    temporary, mark = folder.with_name(folder.name + ".tmp"), uuid.uuid4().hex
-    temporary.mkdir(parents=True, exist_ok=True)
+    # Not below the test's own: the path of a socket has at most 107 characters.
+    temporary, mark = Path(tempfile.mkdtemp(prefix="job_")), uuid.uuid4().hex
     environment = {"TMPDIR": str(temporary), "TITAN_RL_TEST_JOB": mark}
     if planted:
         environment[faults.VARIABLE] = ";".join(map(str, planted))
@@ -147,6 +149,7 @@ def finish(job: Job, *, code: int = 0) -> None:
     assert not left, left
     assert jobs.leftovers(job.run) == []
     assert job.fewest is None or job.fewest >= 1
+    shutil.rmtree(job.temporary)
 
 
 def check_journal(run: runs.Run, whole: runs.Run) -> None:
