@@ -42,7 +42,7 @@ test: lint ## Run lint, then all tests and doctests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		--max-worker-restart 1 --doctest-modules titan_rl tests
 
-nightly: setup ## Run the tests of 8 ranks, which `make test` leaves out
+nightly: setup ## Run what `make test` leaves out: 8 ranks, experts on 4 ranks, more of `titan-rl check`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly tests
 
 faults: setup ## Kill, stop and corrupt runs at every point; results in outputs/faults.jsonl

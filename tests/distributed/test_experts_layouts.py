@@ -5,10 +5,12 @@ torchrun on two and on four gloo ranks, on packed ones. "Equal": per tensor
 ``||a - b|| <= 1e-5 ||b|| + 1e-8``, in fp32.
 """
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +27,12 @@ from titan_rl.titan.router_load import RouterLoad
 
 pytestmark = pytest.mark.slow
 PADDED = "one_of_eight"
-CASES = [(world_size, layout) for world_size, layouts in LAYOUTS.items() for layout in layouts]
+# Those of four ranks take a minute and a half: `make nightly`.
+CASES = [
+    pytest.param(world_size, layout, marks=[pytest.mark.nightly] if world_size > 2 else [])
+    for world_size, layouts in LAYOUTS.items()
+    for layout in layouts
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +43,11 @@ def directory(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def launched(directory) -> Path:
-    for world_size in LAYOUTS:
+def launched(directory) -> Callable[[int], Path]:
+    """Launch of a world size, on first use."""
+
+    @functools.cache
+    def launch(world_size: int) -> Path:
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
         root = Path(__file__).parents[2]
         subprocess.run(
@@ -46,7 +56,9 @@ def launched(directory) -> Path:
             timeout=900,
             env=os.environ | {"OMP_NUM_THREADS": "1", "TITAN_RL_DEVICE": "cpu", "PYTHONPATH": str(root)},
         )
-    return directory
+        return directory
+
+    return launch
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +77,8 @@ def alone(directory):
         )
 
 
-def read(launched: Path, model: str, layout: str):
-    stem = launched / f"{model}.{layout}"
+def read(folder: Path, model: str, layout: str):
+    stem = folder / f"{model}.{layout}"
     return load_file(f"{stem}.safetensors"), json.loads(Path(f"{stem}.json").read_text())
 
 
@@ -74,7 +86,8 @@ def read(launched: Path, model: str, layout: str):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("world_size", "layout"), CASES)
 def test_a_layout_gives_the_loss_and_gradients_of_one_rank(launched, alone, world_size, layout, model, name):
-    got, expected = (step_of(*found, name) for found in (read(launched, model, layout), alone.found[model]))
+    found = read(launched(world_size), model, layout), alone.found[model]
+    got, expected = (step_of(*each, name) for each in found)
     assert any("experts" in key for key in expected.gradients)
     assert any("router" in key for key in expected.gradients)
     assert name == "grpo" or any(key.startswith("critic.") and "experts" in key for key in expected.gradients)
@@ -86,7 +99,7 @@ def test_a_layout_gives_the_loss_and_gradients_of_one_rank(launched, alone, worl
 
 @pytest.mark.parametrize("model", MODELS)
 def test_planted_fault_tokens_that_do_not_come_back_are_noticed(launched, alone, model):
-    got = step_of(*read(launched, model, "ep2"), "tokens_lost")
+    got = step_of(*read(launched(2), model, "ep2"), "tokens_lost")
     expected = step_of(*alone.found[model], "grpo")
     assert len(unequal(got, expected)) > len(expected.gradients) / 2
 
@@ -94,7 +107,7 @@ def test_planted_fault_tokens_that_do_not_come_back_are_noticed(launched, alone,
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("world_size", "layout"), CASES)
 def test_the_stream_is_the_same_from_every_layout(launched, alone, world_size, layout, model):
-    assert read(launched, model, layout)[1]["stream"] == alone.found[model][1]["stream"]
+    assert read(launched(world_size), model, layout)[1]["stream"] == alone.found[model][1]["stream"]
 
 
 def test_the_stream_of_one_rank_is_the_file(directory, alone):
@@ -199,7 +212,7 @@ def test_the_second_pass_of_a_checkpointed_layer_is_not_counted(alone):
 
 @pytest.mark.parametrize(("world_size", "layout"), CASES)
 def test_the_biases_of_policy_and_critic_move_alike_in_every_layout(launched, alone, world_size, layout):
-    found = read(launched, "deepseek_v3", layout), alone.found["deepseek_v3"]
+    found = read(launched(world_size), "deepseek_v3", layout), alone.found["deepseek_v3"]
     got, expected = (rest["balance"] for _, rest in found)
     assert got["load"]["policy"] == pytest.approx(expected["load"]["policy"], rel=1e-6)
     assert got["load"]["critic"] == pytest.approx(expected["load"]["critic"], rel=1e-6)

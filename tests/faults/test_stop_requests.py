@@ -94,7 +94,7 @@ def test_sigterm_to_one_rank_ends_both_at_one_step(rank: int, tmp_path: Path, wh
     check_resume(run, whole, check_preempted(run))
 
 
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.faults), 6])
 def test_sigterm_in_an_evaluation_leaves_it_to_the_next_start(
     step: int, tmp_path: Path, whole: runs.Run
 ) -> None:
@@ -219,7 +219,7 @@ def test_a_supervised_run_and_a_run_on_pairs_stop_alike(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "file", "key"), [("sft", "validation.json", "steps"), ("dpo", "summary.json", "evaluations")]
 )
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.faults), 4])
 def test_sigterm_in_an_evaluation_without_rollouts_leaves_it_to_the_next_start(
     config: str, file: str, key: str, step: int, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> runs.Run:
     return jobs.start(folder, *EVERY_STEP, *DEADLINES, ranks=2).succeed()
 
 
+@pytest.mark.faults
 def test_ranks_that_hang_are_found_and_the_restart_repeats_the_run(tmp_path: Path, whole: runs.Run) -> None:
     """Stopped, looping, and waiting for a rank that skipped a collective: three starts after the first."""
     planted = {"point": "hang_in_three_ways", "step": 2, "rank": -1}

@@ -69,6 +69,7 @@ def test_two_axes_run_on_four_ranks_and_alone(capsys):
     assert "tensor_parallel_degree = 4: each is 2 here" in printed
 
 
+@pytest.mark.nightly
 def test_hsdp_and_a_loss_of_whole_sequences(capsys):
     """GSPO's ratio is of a sequence; the copies of the model and the shards of each are axes of their own."""
     code, _, printed = check(
@@ -79,6 +80,7 @@ def test_hsdp_and_a_loss_of_whole_sequences(capsys):
         assert f"layout         {title} " in printed
 
 
+@pytest.mark.nightly
 def test_a_teacher_needs_no_weights_to_be_checked(capsys):
     code, _, printed = check(
         capsys,
