@@ -116,7 +116,9 @@ def _begin(value: torch.Tensor) -> torch.Tensor:
     """Start to gather, without waiting where the collective can run by itself."""
     if not isinstance(value, DTensor):
         return value
-    return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim, async_op=True)
+    # gloo gathers one after the other: with many under way a run has once ended in a corrupted heap.
+    is_async = value.device_mesh.device_type != "cpu"
+    return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim, async_op=is_async)
 
 
 def _gathered(begun: Bucket) -> Bucket:
