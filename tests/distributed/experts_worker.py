@@ -1,11 +1,10 @@
-"""Steps with mixtures of experts in every layout of some ranks: ``torchrun ... experts_worker.py DIR``.
+"""Steps with mixtures of experts in every layout of some ranks; see launching.py.
 
-test_experts_layouts.py launches it, and computes the same on one rank in its own process.
+test_experts_layouts.py computes the same on one rank in its own process.
 """
 
 import dataclasses
 import json
-import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from tests.distributed.algorithms_worker import LONGEST, Setup, Step, preset_of
 from tests.distributed.fsdp_worker import TEMPERATURE, VOCAB, Rank, build
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.functional.expert_load import expert_load
-from titan_rl.titan import device
 from titan_rl.titan.experts import GlooTokenDispatcher
 from titan_rl.titan.init import copy_full
 from titan_rl.titan.models import ModelSection, build_spec
@@ -253,10 +251,3 @@ def run(directory: Path) -> None:
                 save_file({key: value.contiguous() for key, value in tensors.items()}, f"{stem}.safetensors")
                 Path(f"{stem}.json").write_text(json.dumps(rest))
             del setup
-
-
-if __name__ == "__main__":
-    device.install()
-    dist.init_process_group("gloo")
-    run(Path(sys.argv[1]))
-    dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""A computation on two gloo ranks, and the same in this process as the only rank.
+"""A computation on gloo ranks, and the same in this process as the only rank.
 
 What is computed is the function ``run(directory)`` of a worker, a module of this directory; it leaves files.
-The two ranks are forked from a process that has imported torch and TorchTitan, as those of
+The ranks are forked from a process that has imported torch and TorchTitan, as those of
 :func:`tests.integration.runs.start`: importing would take longer than computing.
 """
 
@@ -23,14 +23,15 @@ from titan_rl.titan import device
 
 def compute(worker: ModuleType, directory: Path) -> None:
     """Run a worker on two ranks, then on one."""
-    on_two_ranks(worker, directory)
+    on_ranks(worker, directory, 2)
     with only_rank(directory):
         worker.run(directory)
 
 
-def on_two_ranks(worker: ModuleType, directory: Path) -> None:
-    """Run a worker in two forked processes."""
-    runs.fork(_rank, worker.__name__, str(directory), folder=directory / "two_ranks", ranks=2).succeed()
+def on_ranks(worker: ModuleType, directory: Path, ranks: int) -> None:
+    """Run a worker in so many forked processes."""
+    arguments = (worker.__name__, str(directory), ranks)
+    runs.fork(_rank, *arguments, folder=directory / f"ranks{ranks}", ranks=ranks).succeed()
 
 
 @contextmanager
@@ -54,10 +55,11 @@ def _forget_meshes() -> None:
     importlib.import_module("tests.distributed.fsdp_worker").parallel_dims.cache_clear()
 
 
-def _rank(worker: str, directory: str, rank: int) -> None:
+def _rank(worker: str, directory: str, ranks: int, rank: int) -> None:
     module = importlib.import_module(worker)  # before device.install(), which fsdp_worker undoes
     device.install()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store.2", rank=rank, world_size=2)
+    store = f"file://{directory}/store.{ranks}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     module.run(Path(directory))
     dist.destroy_process_group()

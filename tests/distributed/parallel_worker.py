@@ -1,13 +1,10 @@
-"""Steps of some algorithms under every parallel layout of a world size.
+"""Steps of some algorithms under every parallel layout of a world size; see launching.py.
 
-``torchrun ... parallel_worker.py DIRECTORY``; rank 0 writes ``parallel<N>.safetensors`` and ``.json``, which
-test_parallel_layouts.py compares with one rank. A launch runs all layouts of its world size, because imports
-cost more than the layouts.
+Rank 0 writes ``parallel<N>.safetensors`` and ``.json``; test_parallel_layouts.py compares them with one rank.
 """
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +20,6 @@ from tests.distributed.fsdp_worker import full
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.rollout.samples import to_samples
-from titan_rl.titan import device
 from titan_rl.titan.sharded_model import Hidden, ShardedModel
 from titan_rl.trainers.optimization import StepBatch
 
@@ -235,10 +231,3 @@ def run(directory: Path) -> None:
         stem = directory / f"parallel{world_size}"
         save_file({key: value.contiguous() for key, value in tensors.items()}, f"{stem}.safetensors")
         Path(f"{stem}.json").write_text(json.dumps(rest))
-
-
-if __name__ == "__main__":
-    device.install()
-    dist.init_process_group("gloo")
-    run(Path(sys.argv[1]))
-    dist.destroy_process_group()

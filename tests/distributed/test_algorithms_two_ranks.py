@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 def launch(tmp_path_factory):
     directory = tmp_path_factory.mktemp("algorithms")
     algorithms_worker.write_model(directory)
-    launching.on_two_ranks(algorithms_worker, directory)
+    launching.on_ranks(algorithms_worker, directory, 2)
     with launching.only_rank(directory):
         setup = algorithms_worker.Setup(directory)
         expected = {name: setup.step(name, setup.batch(name, "one_of_eight")) for name in NAMES}

@@ -1,15 +1,12 @@
 """Mixtures of experts in every layout against one rank: losses, all gradients, biases of routers, the stream.
 
-The computation is in experts_worker.py: once in this process as the only rank, on padded rows, and under
-torchrun on two and on four gloo ranks, on packed ones. "Equal": per tensor
+The computation is in experts_worker.py: once in this process as the only rank, on padded rows, and on
+two and on four gloo ranks, on packed ones. "Equal": per tensor
 ``||a - b|| <= 1e-5 ||b|| + 1e-8``, in fp32.
 """
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,14 +45,7 @@ def launched(directory) -> Callable[[int], Path]:
 
     @functools.cache
     def launch(world_size: int) -> Path:
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-        root = Path(__file__).parents[2]
-        subprocess.run(
-            [sys.executable, *command, str(Path(experts_worker.__file__)), str(directory)],
-            check=True,
-            timeout=900,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TITAN_RL_DEVICE": "cpu", "PYTHONPATH": str(root)},
-        )
+        launching.on_ranks(experts_worker, directory, world_size)
         return directory
 
     return launch

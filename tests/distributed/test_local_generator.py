@@ -35,7 +35,7 @@ def test_each_rank_serves_the_whole_sharded_policy_and_its_own_requests(tmp_path
         )
     )
     peer.save_pretrained(tmp_path)
-    launching.on_two_ranks(local_generator_worker, tmp_path)
+    launching.on_ranks(local_generator_worker, tmp_path, 2)
     spec = spec_from_hf(tmp_path)
     alone = make_generator(spec.model, spec.state_dict_adapter(spec.model, str(tmp_path)))
     alone.load_weights(WeightUpdate("full", 3, None, peer.state_dict().items()))

@@ -1,13 +1,10 @@
 """A step of GRPO, GSPO and PPO with critic and reference under every parallel layout, against one rank.
 
-parallel_worker.py computes under torchrun with 2 and 4 gloo ranks; this process is the one rank, with padded
+parallel_worker.py computes with 2 and 4 gloo ranks; this process is the one rank, with padded
 rows. "Equal": per tensor ``||a - b|| <= 1e-5 ||b|| + 1e-8``, in fp32. 8 ranks run with ``make nightly``.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,14 +50,7 @@ def launched(directory):
 
 
 def run(directory, world_size):
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    root = Path(__file__).parents[2]
-    subprocess.run(
-        [sys.executable, *command, str(Path(parallel_worker.__file__)), str(directory)],
-        check=True,
-        timeout=900,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TITAN_RL_DEVICE": "cpu", "PYTHONPATH": str(root)},
-    )
+    launching.on_ranks(parallel_worker, directory, world_size)
     stem = directory / f"parallel{world_size}"
     return SimpleNamespace(
         tensors=load_file(f"{stem}.safetensors"), rest=json.loads(Path(f"{stem}.json").read_text())

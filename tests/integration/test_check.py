@@ -1,11 +1,15 @@
 """`titan-rl check` on a user's own loss: a right one passes, each planted fault ends with exit code 1."""
 
+import importlib
+import os
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.integration import runs
 from titan_rl import cli
+from titan_rl.tools.check import worker
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -16,6 +20,22 @@ CONFIG = ROOT / "train_configs" / "tiny_grpo.toml"
 def from_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("TITAN_RL_DEVICE", "cpu")
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch):
+    """Ranks forked from a process with all imports done, in place of torchrun's: they take 10 s less."""
+    command = importlib.import_module("titan_rl.tools.check.command")
+
+    def launch(directory, world_size):
+        runs.fork(_rank, str(directory), folder=directory / "ranks", ranks=world_size).succeed()
+
+    monkeypatch.setattr(command, "_launch", launch)
+
+
+def _rank(directory, rank):
+    assert int(os.environ["RANK"]) == rank
+    worker.run(Path(directory) / "job.json")
 
 
 def check(capsys, *overrides, config=CONFIG):
@@ -38,6 +58,7 @@ def test_a_right_loss_passes(capsys):
         assert re.search(rf"^{kind} .* equal$", printed, re.MULTILINE)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("name", "shown_by"),
     [
@@ -53,6 +74,7 @@ def test_a_planted_fault_is_found_by_the_comparison_that_shows_it(capsys, name, 
     assert shown_by <= about
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_axes_run_on_four_ranks_and_alone(capsys):
     code, _, printed = check(
         capsys,

@@ -1,9 +1,9 @@
 """The process that watches one rank from outside. Standard library only; started by ``resilience.watchdog``.
 
 It compares the age of the rank's last sign of life with the deadline of its phase. When that is over, all
-watchers of the run meet in a directory below ``dump_folder``: each has its rank dump its stacks and says
-where it is, one says in a line who waited for what, and each ends its rank with SIGKILL, which also ends one
-that is stopped. What starts ranks again when one ends (torchrun ``--max-restarts``) then does.
+watchers of the run meet in a directory below ``dump_folder``: each has its rank dump its stacks, stops it and
+says where it is, one says in a line who waited for what, and each ends its rank with SIGKILL, which also ends
+one that is stopped. What starts ranks again when one ends (torchrun ``--max-restarts``) then does.
 
 A watcher ends when its rank does, however that ends.
 """
@@ -92,8 +92,11 @@ class Watcher:
                 self._note(line, saved=sign.saved)
         else:
             _wait(lambda: (self._meeting / LINE).exists(), seconds=2 * _REPORT_SECONDS)
+        self._signal_rank(signal.SIGKILL)
+
+    def _signal_rank(self, number: signal.Signals) -> None:
         if os.getppid() == self._pid:
-            os.kill(self._pid, signal.SIGKILL)
+            os.kill(self._pid, number)
 
     def _report(self, sign: Sign) -> dict[str, Any]:
         """Where the rank is, with its stacks in the log, for the other watchers too."""
@@ -108,6 +111,8 @@ class Watcher:
         where = f"rank {self._rank} (process {self._pid}, {state}), in {sign.phase} of step {sign.step}"
         stack = stack or f"  none: a process that is {state} cannot print it.\n"
         _say(f"Watchdog: stacks of {where}:\n{stack}")
+        # Stopped before any other ends: one that saw a peer die would write another cause to status.json.
+        self._signal_rank(signal.SIGSTOP)
         report = {"phase": sign.phase, "step": sign.step, "state": state, "idle": round(self._idle, 1)}
         _write(self._meeting / f"rank-{self._rank}.json", json.dumps(report | {"stack": stack}, indent=2))
         return report
