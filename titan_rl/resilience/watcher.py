@@ -10,6 +10,7 @@ A watcher ends when its rank does, however that ends.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -60,8 +61,11 @@ class Watcher:
             sign = self._board.read()
             key, limit = self._deadlines[sign.phase]
             is_late = self._idle_seconds(sign) > limit > 0
-            if is_late or (number % _MEETING_EVERY == 0 and self._meeting.exists()):
-                self._meet(sign, f"resilience.watchdog.{key} = {limit:g}" if is_late else None)
+            if is_late or (number % _MEETING_EVERY == 0 and _exists(self._meeting)):
+                try:
+                    self._meet(sign, f"resilience.watchdog.{key} = {limit:g}" if is_late else None)
+                finally:  # whatever keeps this process from saying why
+                    self._signal_rank(signal.SIGKILL)
                 return
             time.sleep(POLL_SECONDS)
 
@@ -76,12 +80,12 @@ class Watcher:
         return self._idle
 
     def _meet(self, sign: Sign, deadline: str | None) -> None:
-        """Say where the rank is, and end it together with the others."""
+        """Say where the rank is, when the others do."""
         try:
             self._meeting.mkdir(parents=True)
             is_first = True
         except OSError:  # another rank's watcher was first, or there is no folder: then each is alone
-            is_first = not self._meeting.is_dir()
+            is_first = not _exists(self._meeting)
         report = self._report(sign)
         if is_first:
             reports = self._wait_for_reports({self._rank: report})
@@ -91,8 +95,7 @@ class Watcher:
             if self._writes_status:
                 self._note(line, saved=sign.saved)
         else:
-            _wait(lambda: (self._meeting / LINE).exists(), seconds=2 * _REPORT_SECONDS)
-        self._signal_rank(signal.SIGKILL)
+            _wait(lambda: _exists(self._meeting / LINE), seconds=2 * _REPORT_SECONDS)
 
     def _signal_rank(self, number: signal.Signals) -> None:
         if os.getppid() == self._pid:
@@ -134,10 +137,12 @@ class Watcher:
         """Those of all ranks that answer in time."""
 
         def collect() -> bool:
-            for path in self._meeting.glob("rank-*.json"):
-                rank = int(path.stem.removeprefix("rank-"))
-                if rank not in reports:
-                    reports[rank] = json.loads(path.read_text(encoding="utf-8"))
+            # A shared file system may show a file a little before its contents.
+            with contextlib.suppress(OSError, ValueError):
+                for path in self._meeting.glob("rank-*.json"):
+                    rank = int(path.stem.removeprefix("rank-"))
+                    if rank not in reports:
+                        reports[rank] = json.loads(path.read_text(encoding="utf-8"))
             return len(reports) == self._world_size
 
         _wait(collect, seconds=_REPORT_SECONDS)
@@ -241,9 +246,17 @@ def _cpu_seconds(pid: int) -> float:
 def _next_meeting(folder: Path, start: str) -> Path:
     """The first directory of this start that no earlier one of the same name has used."""
     number = 1
-    while (folder / f"{start}-{number}").exists():
+    while _exists(folder / f"{start}-{number}"):
         number += 1
     return folder / f"{start}-{number}"
+
+
+def _exists(path: Path) -> bool:
+    """As :meth:`Path.exists`; False too while the file system cannot say, which must not end the watch."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _wait(condition: Any, *, seconds: float) -> None:

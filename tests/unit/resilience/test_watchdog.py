@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -131,6 +133,41 @@ def test_a_rank_whose_folder_cannot_be_written_is_ended_all_the_same(tmp_path: P
     _, log = process.communicate(timeout=30)
     assert process.returncode == -signal.SIGKILL
     assert "Waited for: rank 1." in log  # which did not come
+
+
+def test_a_rank_whose_log_nobody_reads_any_more_is_ended_all_the_same(tmp_path: Path) -> None:
+    process = start(tmp_path, "time.sleep(600)")
+    assert process.stderr is not None
+    process.stderr.close()  # so that the watcher cannot print
+    assert process.wait(timeout=30) == -signal.SIGKILL
+
+
+def test_a_file_system_that_fails_for_a_moment_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process: its parent stands for the rank, and is sent nothing."""
+    sent: list[int] = []
+
+    def stale(path: Path) -> bool:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(Path, "exists", stale)
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
+    monkeypatch.setattr(watcher, "POLL_SECONDS", 0.01)
+    settings = {
+        "pid": os.getppid(),
+        "rank": 0,
+        "world_size": 1,
+        "signs": heartbeat.memory("signs"),
+        "stacks": heartbeat.memory("stacks"),
+        "dump_folder": str(tmp_path),
+        "folder": str(tmp_path / "watchdog"),
+        "start": "start",
+        "deadlines": {"start": ("start_seconds", 0.05)},
+        "writes_status": False,
+    }
+    watcher.Watcher(settings).run()
+    assert sent[-1] == signal.SIGKILL
 
 
 def test_close_stops_watching(tmp_path: Path) -> None:
