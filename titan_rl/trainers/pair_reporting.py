@@ -99,8 +99,8 @@ class PairReporter:
         """After the checkpoint is restored: keep the evaluations of earlier starts up to its step."""
         trainer = self._trainer
         self._started_step = trainer.step
-        if self._collectives.rank == 0 and trainer.step:
-            stored = read_json(self._folder / "summary.json")
+        if trainer.step:
+            stored = read_json(self._folder / "summary.json")  # on every rank: all judge the gain at the end
             self._summary.evaluations = steps_in(stored, "evaluations")
             self._summary.num_evaluated = stored.get("num_evaluated", 0)
         self.forget_later_steps()

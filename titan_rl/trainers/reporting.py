@@ -85,15 +85,15 @@ class Reporter:
         """After the checkpoint is restored: forget what a resumed run executes again."""
         trainer = self._trainer
         self._started_step, self._started = trainer.step, time.perf_counter()
-        if self._collectives.rank == 0:
-            stored = read_json(self._folder / "summary.json")
-            self._summary.scores = {s: float(v) for s, v in steps_in(stored, "scores").items()}
-            self._summary.num_evaluated = int(stored.get("num_evaluated", 0))
+        stored = read_json(self._folder / "summary.json")  # on every rank: all judge the gain at the end
+        self._summary.scores = {s: float(v) for s, v in steps_in(stored, "scores").items()}
+        self._summary.num_evaluated = int(stored.get("num_evaluated", 0))
         self.forget_later_steps()
 
     def forget_later_steps(self) -> None:
         """Drop what was recorded of steps after the present one, which are done again. Collective."""
         trainer = self._trainer
+        self._padding, self._measured = [], {}
         if self._collectives.rank == 0:
             self._recorder.drop_after("train", trainer.state.iteration)
             self._recorder.drop_after("evaluation", trainer.step)

@@ -10,11 +10,12 @@ import torch
 from titan_rl.config.choice import build
 from titan_rl.config.entry import read_checked
 from titan_rl.errors import ConfigError
+from titan_rl.observability.summary import write_json
 from titan_rl.trainers import validation
 from titan_rl.trainers.configuration import configure
 from titan_rl.trainers.pair_batches import make_batches
 from titan_rl.trainers.pair_data import open_pair_data, share
-from titan_rl.trainers.pair_reporting import PairSummary
+from titan_rl.trainers.pair_reporting import PairReporter, PairSummary
 from titan_rl.trainers.pair_trainer import PairTrainer
 
 ROOT = Path(__file__).parents[3]
@@ -166,3 +167,17 @@ def test_a_summary_has_what_stood_before_and_after():
     summary.update(3)
     assert summary.accuracy_after is None
     assert math.isclose(summary.margin_before, 0.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_of_a_resumed_run_knows_the_accuracy_before_the_first_step(rank, tmp_path):
+    write_json(tmp_path / "summary.json", {"evaluations": {"0": {"accuracy": 0.5}, "4": {"accuracy": 0.9}}})
+    report = PairReporter(
+        SimpleNamespace(
+            step=2,
+            config=SimpleNamespace(dump_folder=str(tmp_path)),
+            collectives=SimpleNamespace(rank=rank, barrier=lambda: None),
+        )
+    )
+    report.start()
+    assert report._summary.evaluations == {0: {"accuracy": 0.5}}

@@ -8,6 +8,7 @@ import pytest
 from titan_rl.algorithms.penalties import KLPenalty
 from titan_rl.errors import NonFiniteError
 from titan_rl.observability.stages import StageTimer
+from titan_rl.observability.summary import RunSummary, write_json
 from titan_rl.policy.critic import CriticResult
 from titan_rl.resilience.skip_limit import SkipLimit
 from titan_rl.trainers.optimization import StepBatch, StepResult
@@ -145,3 +146,40 @@ def test_an_iteration_that_measured_nothing_changes_nothing():
     rank = adapt(kl, [StepResult(False, math.nan, {})])
     assert kl.coefficient == 0.1
     assert math.isnan(rank.state.kl_coefficient)
+
+
+# ------------------------------------------------------------------------------------------- what is reported
+
+
+class Report(SimpleNamespace):
+    """A reporter of one of two ranks in the middle of a run, with the reporter's own methods."""
+
+    start, forget_later_steps = Reporter.start, Reporter.forget_later_steps
+
+    def __init__(self, folder, *, rank):
+        super().__init__(
+            _trainer=SimpleNamespace(step=2, state=SimpleNamespace(iteration=2)),
+            _collectives=SimpleNamespace(
+                rank=rank, is_first_of_its_rows=False, barrier=lambda: None, first=lambda text: (0, "3")
+            ),
+            _folder=folder,
+            _recorder=SimpleNamespace(drop_after=lambda *_: None),
+            _summary=RunSummary(scores={0: 0.1, 2: 0.2, 4: 0.4}),
+            _padding=[(0.9, 5)],
+            _measured={"reward/kl_mean": 7.0},
+        )
+
+
+def test_after_a_roll_back_nothing_is_reported_of_the_iteration_that_was_undone(tmp_path):
+    report = Report(tmp_path, rank=1)
+    report.forget_later_steps()
+    assert (report._padding, report._measured) == ([], {})
+    assert report._summary.scores == {0: 0.1, 2: 0.2}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_of_a_resumed_run_knows_the_score_before_the_first_step(rank, tmp_path):
+    write_json(tmp_path / "summary.json", {"scores": {"0": 0.25, "2": 0.5}, "num_evaluated": 8})
+    report = Report(tmp_path, rank=rank)
+    report.start()
+    assert (report._summary.scores, report._summary.num_evaluated) == ({0: 0.25, 2: 0.5}, 8)
