@@ -54,7 +54,7 @@ class Branches:
 
     Attributes:
         own: Their own tokens, at most L.
-        prefix: The f prefixes, at most S tokens, each once however many branches have it.
+        prefix: The prefixes of f documents, each document's longest, at most S tokens.
         prefix_of: ``[n]``, which of the prefixes.
         mask: ``[n, 1, L, S + L]`` bool, or ``[1, 1, L, S + L]`` when all prefixes have S tokens: True where a
             token sees one of the prefix (first) or of its own branch.
@@ -70,7 +70,9 @@ class Branches:
         cls, starts: torch.Tensor, lengths: torch.Tensor, prefix_starts: torch.Tensor, prefixes: torch.Tensor
     ) -> Branches:
         """From flat starts and lengths ``[n]``, of the branches and of their prefixes."""
-        distinct, prefix_of = torch.unique(torch.stack([prefix_starts, prefixes]), dim=1, return_inverse=True)
+        # Of a document the longest prefix alone: two would have tokens in common (see _GatherStretches).
+        distinct, prefix_of = torch.unique(prefix_starts, return_inverse=True)
+        most = torch.zeros_like(distinct).scatter_reduce(0, prefix_of, prefixes, "amax")
         longest, own_length = int(prefixes.max()), int(lengths.max())
         sees_prefix = torch.arange(longest, device=starts.device) < prefixes[:, None]
         if bool((prefixes == longest).all()):
@@ -83,7 +85,7 @@ class Branches:
             ],
             dim=-1,
         )
-        return cls(Stretches.of(starts, lengths), Stretches.of(distinct[0], distinct[1]), prefix_of, mask)
+        return cls(Stretches.of(starts, lengths), Stretches.of(distinct, most), prefix_of, mask)
 
 
 @dataclass(frozen=True, slots=True)
