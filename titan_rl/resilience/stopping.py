@@ -125,7 +125,9 @@ class StopControl:
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening. Repeating it changes nothing, whoever listens by then."""
+        if self._is_closing.is_set():
+            return
         self._is_closing.set()
         if self._timer is not None:
             self._timer.cancel()

@@ -44,6 +44,9 @@ from titan_rl.trainers.rl_config import RLConfig
 from titan_rl.types import Sample
 from titan_rl.weight_sync.push import WeightSync
 
+EVALUATION_FOLDER = "evaluation"
+"""Below ``dump_folder``: what an evaluation by itself writes."""
+
 
 class RLTrainer(ResilientTrainer):
     """Reinforcement learning as a TorchTitan trainer.
@@ -160,7 +163,7 @@ class RLTrainer(ResilientTrainer):
         Raises:
             ConfigError: nothing is held out.
         """
-        folder = Path(self.config.dump_folder) / "evaluation"
+        folder = Path(self.config.dump_folder) / EVALUATION_FOLDER
         self.report = Reporter(self, folder=folder)
         self._resume()
         self.sync_weights()

@@ -24,6 +24,7 @@ from titan_rl.titan.api import init_logger, logger
 from titan_rl.titan.checkpoint_errors import CHECKPOINT_ERRORS, cause_of
 from titan_rl.trainers import earlier_start
 from titan_rl.trainers.configuration import RULES
+from titan_rl.trainers.rl import EVALUATION_FOLDER
 
 
 def run(config: Any, document: Document, *, evaluate_only: bool = False) -> int:
@@ -126,9 +127,10 @@ class _Session:
         if self._writes:
             write_status(self._folder, outcome, step=self.trainer.step, requeue=outcome != "done")
         self.trainer.control.wait_for_launcher()
-        self.trainer.close()
+        self.trainer.control.close()
         # The launcher's copy of a signal that was obeyed must not turn the exit code into another one.
         signals.listen(lambda _: None)
+        self.trainer.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         self._watchdog.close()
@@ -159,8 +161,10 @@ class _Session:
 
     def _watch(self) -> None:
         """Have deadlines kept from here on. What is left of an earlier start does not change by it."""
+        # An evaluation may run beside the training run, whose watchers meet in a folder of their own.
+        folder = self._folder if self._is_training else self._folder / EVALUATION_FOLDER
         self._watchdog.start(
-            self._folder,
+            folder,
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             writes_status=self._is_training,
