@@ -312,12 +312,15 @@ class CheckpointManager(api.CheckpointManager):
         if self._group.rank == 0:
             shelf.note_failure(self._shelf, step, cause)
         limit = self.policy.max_failed_saves
+        remedy = "The checkpoint before it is intact: remove the cause, and start again."
         if ends_run:
-            raise SaveError(f"The last checkpoint, of step {step}, could not be written: {cause}.") from error
+            raise SaveError(
+                f"The last checkpoint, of step {step}, could not be written: {cause}. {remedy}"
+            ) from error
         if self._num_failed >= limit:
             raise SaveError(
                 f"The checkpoint of step {step} could not be written: {cause}. {self._num_failed} in a row "
-                f"have failed, as many as resilience.max_failed_saves allows."
+                f"have failed, as many as resilience.max_failed_saves allows. {remedy}"
             ) from error
         logger.warning(
             "The checkpoint of step %d could not be written: %s. Training goes on; the one before it is "

@@ -14,7 +14,7 @@ import uuid
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import DistStoreError, PrefixStore, Store
 
 _KEY = "titan_rl/start"
 _POLL_SECONDS = 0.01
@@ -56,7 +56,10 @@ def agree_on_name(store: Store, *, rank: int, world_size: int, timeout: timedelt
         return _answer_all(store, world_size, time.monotonic() + timeout.total_seconds())
     word = uuid.uuid4().hex
     store.set(f"{_KEY}/word/{rank}", word)
-    store.wait([f"{_KEY}/answer/{word}"], timeout)
+    try:
+        store.wait([f"{_KEY}/answer/{word}"], timeout)
+    except DistStoreError as error:
+        raise _missing(0, world_size) from error
     name = store.get(f"{_KEY}/answer/{word}").decode()
     store.set(f"{name}/{rank}", "heard")
     return name
@@ -74,6 +77,13 @@ def _answer_all(store: Store, world_size: int, deadline: float) -> str:
                 answered.add(word)
         missing = [rank for rank in missing if not store.check([f"{name}/{rank}"])]
         if time.monotonic() > deadline:
-            raise TimeoutError(f"Rank {missing[0]} of {world_size} did not come to the start of the run.")
+            raise _missing(missing[0], world_size)
         time.sleep(_POLL_SECONDS if missing else 0)
     return name
+
+
+def _missing(rank: int, world_size: int) -> TimeoutError:
+    return TimeoutError(
+        f"Rank {rank} of {world_size} did not come to the start of the run. Look at the end of its log; if "
+        "it was only slow, raise comm.init_timeout_seconds."
+    )
