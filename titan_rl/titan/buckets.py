@@ -78,7 +78,8 @@ def peak_bytes(sizes: Iterable[int], *, bucket_bytes: int) -> int:
 def full_buckets(model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
     """Gather the state dict. Collective over the ranks that shard the model.
 
-    While a bucket is read the next one is on its way, if both are no more than ``bucket_bytes``.
+    While a bucket is read the next one is on its way, if both are no more than ``bucket_bytes``; over gloo it
+    is gathered already.
 
     Args:
         model: A TorchTitan decoder, or some of its layers.

@@ -1,7 +1,8 @@
 """How long this process has waited in collectives, to tell a slow rank from those that wait for it.
 
-Counted is what blocks the main thread: gloo's collectives on any device. NCCL's only queue up on the GPU, so
-that with them the seconds of a training step say nothing about who was slow in it.
+Counted is what blocks the main thread in ``Work.wait``: gloo's collectives on any device, but for DTensor's,
+such as the gathers of a weight push, which wait in C++. NCCL's only queue up on the GPU, so that with them
+the seconds of a training step say nothing about who was slow in it.
 """
 
 from __future__ import annotations
