@@ -27,8 +27,10 @@ def total_variation_masked(
     ``|p - p_old|`` is the total variation between the two-outcome distributions "this token or another". The
     ratio of a rare token may be large while its probability hardly moves, and the reverse.
 
-    Source: Qi et al. 2026 (DPPO, binary TV, arXiv 2602.04879); weights truncated as in section 5.4 there, at
-    20 in verl when nothing else is configured. prime-rl has the objective "ratio" and no truncation.
+    Source: Qi et al. 2026 (DPPO, arXiv 2602.04879), eq. 12 with the binary total variation of eq. 13. One
+    bound there is two here, as in verl. The weight there is ``r`` itself: section 5.4 finds that truncating
+    it harms, which is why verl's cap, the default here, is as high as 20. prime-rl has the objective "ratio"
+    and no cap.
 
     Args:
         policy_logprobs: Any shape, natural logarithms, with grad.
@@ -79,7 +81,8 @@ def binary_kl_masked(
     ``p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))``; a token is dropped where it exceeds the
     bound *and* the update would push it further in the direction in which it has moved.
 
-    Source: Qi et al. 2026 (DPPO, binary KL, arXiv 2602.04879). 1e-8 is added to both complements, as in verl.
+    Source: Qi et al. 2026 (DPPO, arXiv 2602.04879), eq. 12 with the binary KL of eq. 14. 1e-8 is added to
+    both complements, as in verl.
 
     Args:
         policy_logprobs: Any shape, natural logarithms, with grad.
@@ -124,9 +127,10 @@ def quadratic_surrogate(
 
     Its minimum over ``log p`` is at a log-ratio of ``A / beta``.
 
-    Source: Richemond et al. 2024 (DRO, arXiv 2405.19107), its loss divided by its temperature and without the
-    terms that do not depend on the policy, with the advantage for "reward minus value", token by token, as in
-    verl, whose default for beta is 0.5.
+    Source: Richemond et al. 2024 (DRO, arXiv 2405.19107), eq. 4 divided by its temperature, which is beta
+    here (the authors rescale its gradient, eq. 8, the same way), without the terms that do not depend on the
+    policy. The advantage stands for "reward minus value", the old policy for the reference and a token for
+    the sequence, as in verl, whose default for beta is 0.5.
 
     Args:
         policy_logprobs: Any shape, natural logarithms, with grad.

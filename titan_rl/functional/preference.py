@@ -25,8 +25,8 @@ def bradley_terry_loss(
 
     Source: Ouyang et al. 2022 (InstructGPT, arXiv 2203.02155), eq. 1, for one pair a prompt; the margin m is
     that of Touvron et al. 2023 (Llama 2, arXiv 2307.09288), eq. 2; the centring term is the regulariser of
-    Eisenstein et al. 2023 (arXiv 2312.09244), TRL's ``center_rewards_coefficient``: the likelihood does not
-    change when a constant is added to all rewards, this term fixes the constant.
+    Eisenstein et al. 2023 (arXiv 2312.09244), eq. 2, TRL's ``center_rewards_coefficient``: the likelihood
+    does not change when a constant is added to all rewards, this term fixes the constant.
 
     Args:
         chosen_rewards: ``[P]``, with grad.
@@ -96,7 +96,7 @@ def dpo_loss(
     .. math:: -(1-\epsilon)\log\sigma(\beta h) - \epsilon\log\sigma(-\beta h), \qquad h = l_c - l_r
 
     Source: Rafailov et al. 2023 (arXiv 2305.18290), eq. 7. With epsilon > 0: Mitchell 2023 ("A note on DPO
-    with noisy preferences & relationship to IPO"), cDPO: a label is wrong with probability epsilon.
+    with noisy preferences & relationship to IPO"), eq. 3, cDPO: a label is wrong with probability epsilon.
 
     Args:
         chosen_log_ratios: ``[P]`` from :func:`log_ratio`, with grad.

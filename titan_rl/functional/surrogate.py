@@ -84,8 +84,8 @@ def dual_clipped_surrogate(
     objective becomes ``max(min(ratio A, clip(ratio) A), clip_dual A)``: constant, without gradient, for
     ``ratio > clip_dual``.
 
-    Source: Ye et al. 2020 (arXiv 1912.09729), "Dual-clip PPO", c = 3 there and in verl, which has it on
-    by default; OpenRLHF and slime have it as an option.
+    Source: Ye et al. 2020 (arXiv 1912.09729), eq. 5 ("dual-clip PPO"), c = 3 there and in verl, which has it
+    on by default; OpenRLHF and slime have it as an option.
 
     Args:
         ratio: Any shape, policy against old policy, with grad.
