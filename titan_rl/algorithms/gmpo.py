@@ -1,6 +1,6 @@
 """GMPO: the geometric mean of a completion's token ratios, each clipped on its own.
 
-Zhao et al. 2025, "Geometric-Mean Policy Optimization", arXiv 2507.20673, section 3: bounds of exp(-0.4) and
+Zhao et al. 2025, "Geometric-Mean Policy Optimization", arXiv 2507.20673, eq. 4: bounds of exp(-0.4) and
 exp(0.4) on a token's ratio, the mean over completions. No KL.
 """
 

@@ -1,10 +1,11 @@
 """REINFORCE++: PPO's clip without a critic, advantages whitened over the whole batch.
 
 Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
-Normalization", arXiv 2501.03262. The plain form takes returns to go, with a KL per token in the reward
-(eq. 8 and 9), and normalises them over all tokens of the batch (eq. 10); the baseline form subtracts the
-group's mean reward first and puts the KL into the loss (k2). The loss is the mean over all tokens, where
-eq. 1 has that over a completion first. KL coefficients are 0 here: set ``loss.kl.coefficient``.
+Normalization", arXiv 2501.03262, equations as numbered in version 9. The plain form takes returns to go, with
+a KL per token in the reward (eq. 4), and normalises them over all tokens of the batch (eq. 5); the baseline
+form subtracts the group's mean reward first (eq. 6 and 7) and puts the KL into the loss (k2, eq. 8). The loss
+is the mean over all tokens, where eq. 1 has that over a completion first. KL coefficients are 0 here: set
+``loss.kl.coefficient``.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def discounted_returns(
     .. math:: G_t = r_t + \gamma G_{t+1}
 
     over the trained tokens. Source: the return-to-go of Sutton and Barto 2018, eq. 3.9; the advantage of
-    REINFORCE++ before whitening (Hu et al. 2025, arXiv 2501.03262, eq. 8).
+    REINFORCE++ before whitening (Hu et al. 2025, arXiv 2501.03262, eq. 4 of version 9).
 
     Args:
         rewards: ``[B, T]``, usually 0 but at a sample's last trained token. Not looked at outside

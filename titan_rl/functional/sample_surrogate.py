@@ -30,7 +30,7 @@ def geometric_mean_surrogate(
     Bounds are in log space: the paper's (e^-0.4, e^0.4) is 0.4 on both sides. A clipped token gets no
     gradient through its own ratio.
 
-    Source: Zhao et al. 2025 (GMPO, arXiv 2507.20673), section 3, with
+    Source: Zhao et al. 2025 (GMPO, arXiv 2507.20673), eq. 4, with
     :func:`~titan_rl.functional.aggregate.sample_mean_of_token_means`. verl ("geo_mean") gives
     ``A (prod_u ...)^(1/|y|)`` the sample's mean advantage, which this equals for one advantage per sample.
 

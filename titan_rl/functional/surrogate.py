@@ -191,7 +191,7 @@ def soft_gated_surrogate(
     ratio at r = 1 (f' = 1) and fades on both sides, the faster the larger tau. The value at r = 1 is
     ``-2 A / tau``, so losses of different taus are not comparable.
 
-    Source: Gao et al. 2025 (SAPO, arXiv 2511.20347), section 3; the defaults are theirs, TRL's and verl's.
+    Source: Gao et al. 2025 (SAPO, arXiv 2511.20347), eq. 5 and 6; the defaults are theirs, TRL's and verl's.
 
     Args:
         ratio: Any shape, policy against old policy, with grad.
