@@ -1,9 +1,9 @@
 """The critic's error against Monte-Carlo values, with a frozen policy.
 
     torchrun --standalone --nproc-per-node 1 -m benchmarks.critic_error train_configs/tiny_grpo.toml \\
-        --algorithm.type ppo --critic.warmup_iterations 20 --critic.optimizer.lr 1e-3 --training.steps 20
+        --algorithm.type ppo --critic.warmup_iterations all --critic.optimizer.lr 1e-3 --training.steps 20
 
-The run's iterations must all be warm-up, so that the policy never changes. Afterwards each held-out prompt is
+``critic.warmup_iterations = "all"`` keeps the policy frozen. Afterwards each held-out prompt is
 continued once; at the prompt and after each of the first sampled tokens, 64 further continuations are sampled
 and scored, and their mean reward is compared with the critic's value there. The same is done on as many
 prompts that the critic has trained on: where only those are right, more steps help less than more prompts.
@@ -45,7 +45,7 @@ def main() -> None:
     trainer: RLTrainer = configure(document, trainer_name).build()
     trainer.train()
     if trainer.critic is None or trainer.state.policy_version:
-        raise SystemExit("The policy must stay frozen: set critic.warmup_iterations to training.steps.")
+        raise SystemExit('The policy must stay frozen: set critic.warmup_iterations = "all".')
     seen = trainer.data.train.take(0, min(NUM_PROMPTS, trainer.state.cursor))
     for name, prompts in (("held out", trainer.data.held_out_prompts()[:NUM_PROMPTS]), ("trained on", seen)):
         states = _states(trainer, prompts, name)

@@ -1,4 +1,4 @@
-"""Parts of one's own: an advantage, a surrogate and a KL penalty, and an algorithm made of them.
+"""Parts of one's own: an advantage, a surrogate, a KL penalty, an algorithm made of them, and a whole loss.
 
 They stand for what a paper of next week might need. docs/algorithms/your_own.md explains them.
 """
@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Gt
 
-from titan_rl.algorithms.interfaces import GroupRewards, LossInputs, Needs, SurrogateOutput
+from titan_rl.algorithms.aggregations import SampleMeanOfTokenMeans
+from titan_rl.algorithms.interfaces import GroupRewards, LossInputs, Needs, SurrogateOutput, required
+from titan_rl.algorithms.loss import Loss, mean_over_step
 from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.algorithms.preset import AlgorithmPreset
+from titan_rl.algorithms.registries import AGGREGATIONS
+from titan_rl.config.choice import Choice
 from titan_rl.errors import ConfigError
 from titan_rl.functional.kl import absolute
 from titan_rl.functional.ratio import Ratio
+from titan_rl.functional.segments import sample_sum
 
 
 class MedianBaseline:
@@ -53,6 +58,8 @@ class MedianBaseline:
 class WeightedRatio:
     """``-w A ratio``, with ``w`` = ``positive_weight`` where A > 0 and 1 elsewhere; no bound."""
 
+    is_zero_at_zero_advantage = True
+
     @dataclass(kw_only=True, slots=True)
     class Config:
         """Table ``[loss.surrogate]``."""
@@ -68,6 +75,37 @@ class WeightedRatio:
         weight = torch.where(inputs.advantages > 0, self.config.positive_weight, 1.0)
         nowhere = torch.zeros_like(inputs.loss_mask)
         return SurrogateOutput(-weight * inputs.advantages * ratio.ratio, nowhere, nowhere)
+
+
+class SquaredResidual(Loss):
+    """``1/2 (A - tau d)^2`` of a sample, ``d`` its log-ratio to the old policy summed over its tokens.
+
+    Richemond et al. 2024 (DRO, arXiv 2405.19107), eq. 4, with the advantage for "reward minus value" and the
+    old policy for the reference. Of no ratio and no surrogate: the square is of a whole sample.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Loss.Config):
+        """Table ``[loss]``, beside ``[loss.kl]`` and the other terms."""
+
+        tau: Annotated[float, Gt(0)] = 1.0
+        """Strength of the tie to the old policy, in units of reward per nat."""
+        aggregation: Annotated[object, Choice(AGGREGATIONS)] = field(
+            default_factory=SampleMeanOfTokenMeans.Config
+        )
+        """The residual is the same at all tokens of a sample; the default gives samples equal weights."""
+
+    def __init__(self, config: Config, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.tau = config.tau
+
+    def policy_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The squared residual of each sample, aggregated."""
+        log_ratio = inputs.policy_logprobs - required(inputs.old_logprobs, "old_logprobs")
+        distance = sample_sum(log_ratio, inputs.loss_mask, inputs.sample_index)
+        residual = inputs.advantages - self.tau * distance
+        metrics = {"residual_abs/mean": mean_over_step(inputs, residual.detach().abs())}
+        return self.aggregation(inputs, residual.square() / 2), metrics
 
 
 class AbsoluteKL:

@@ -17,6 +17,7 @@ from titan_rl.algorithms.interfaces import (
     Needs,
     SurrogateOutput,
 )
+from titan_rl.algorithms.loss import Loss
 from titan_rl.functional.ratio import Ratio
 
 
@@ -102,3 +103,18 @@ class Penalty(_Part):
 
     def adapted(self, measured: float, num_samples: int) -> float:
         return self.coefficient
+
+
+class WholeLoss(Loss):
+    """A policy gradient whose value is ``-factor A`` at every token."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Loss.Config):
+        """One number beside the terms."""
+
+        factor: float = 1.0
+
+    def policy_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        one = (inputs.policy_logprobs - inputs.policy_logprobs.detach()).exp()
+        value = self.aggregation(inputs, -self.config.factor * inputs.advantages * one)
+        return value, {"own/max": inputs.advantages.max()}

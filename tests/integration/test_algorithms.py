@@ -231,6 +231,26 @@ def test_a_class_of_one_s_own_is_used_in_every_place_of_a_composition(started: d
     assert {name: metrics[name][1] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.nightly
+def test_a_whole_loss_of_one_s_own_is_trained_with(initial_load_path: Path, tmp_path: Path) -> None:
+    run = runs.start(
+        runs.CONFIGS / "grpo.toml",
+        *SMALL,
+        *("checkpoint.initial_load_path", initial_load_path, "reward", GRADED, "loss.kl.coefficient", 0.25),
+        *("loss.type", "tests.integration.own_parts:WholeLoss", "loss.factor", 0.5),
+        folder=tmp_path,
+    ).succeed()
+    metrics, rows = run.metrics(), run.rollouts()[1]
+    lengths = [len(row["completion_token_ids"]) for row in rows]
+    advantages = [row["advantage"] for row in rows]
+    expected = -0.5 * sum(n * a for n, a in zip(lengths, advantages, strict=True)) / sum(lengths)
+    assert metrics["loss/policy_loss"][1] == pytest.approx(expected, rel=1e-4)
+    assert metrics["loss/own_max"][1] == pytest.approx(max(advantages), rel=1e-4)
+    assert metrics["loss/kl_coefficient"] == {1: 0.25, 2: 0.25}
+    assert "loss/ratio" not in metrics
+    assert metrics["grad_norm"][1] > 0
+
+
 # --------------------------------------------------------------------------------- rewards that teach nothing
 
 

@@ -246,7 +246,9 @@ class Surrogate(Protocol):
     """The policy loss per token, before corrections and aggregation.
 
     One whose gradient does not account for what the weights have moved since the completions were sampled
-    says so with an attribute ``is_on_policy_only = True``: several steps per iteration are then refused.
+    says so with an attribute ``is_on_policy_only = True``: several steps per iteration are then refused. One
+    that gives a token of advantage 0 a loss and a gradient of 0 says so with
+    ``is_zero_at_zero_advantage = True``: samples of groups with equal rewards then need not be computed.
     """
 
     def __call__(self, inputs: LossInputs, ratio: Ratio) -> SurrogateOutput:

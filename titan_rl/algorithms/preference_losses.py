@@ -180,7 +180,7 @@ class Kto:
     """Kahneman-Tversky optimisation, of single labelled completions (Ethayarajh et al. 2024, eq. 8).
 
     arXiv 2402.01306. The completions of pairs are taken one by one. The weights should balance the two kinds:
-    ``desirable_weight`` x their number against ``undesirable_weight`` x theirs within a factor of 1 to 4/3.
+    ``desirable_weight`` x their number against ``undesirable_weight`` x theirs within a factor of 1 to 3/2.
     """
 
     @dataclass(kw_only=True, slots=True)

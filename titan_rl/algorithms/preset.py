@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from titan_rl.algorithms.interfaces import Advantage, Needs
-from titan_rl.algorithms.policy_loss import PolicyLoss
+from titan_rl.algorithms.loss import Loss
 from titan_rl.algorithms.refill import RefillSection
 from titan_rl.algorithms.shaping import ShapingSection
 from titan_rl.errors import ConfigError
@@ -23,7 +23,7 @@ class AlgorithmPreset:
     """
 
     advantage: object
-    loss: PolicyLoss.Config
+    loss: Loss.Config
     shaping: ShapingSection = field(default_factory=ShapingSection)
     refill: RefillSection = field(default_factory=RefillSection)
 
@@ -32,7 +32,7 @@ class AlgorithmPreset:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-def derive_needs(advantage: Advantage, loss: PolicyLoss, *, steps_per_iteration: int) -> Needs:
+def derive_needs(advantage: Advantage, loss: Loss, *, steps_per_iteration: int) -> Needs:
     """What the whole composition asks of the rest of the system.
 
     Args:

@@ -35,6 +35,10 @@ ADVANTAGES = {
     "none": "titan_rl.algorithms.advantages:NoAdvantage",
 }
 
+LOSSES = {
+    "composed": "titan_rl.algorithms.policy_loss:PolicyLoss",
+}
+
 RATIOS = {
     "token": "titan_rl.algorithms.ratios:TokenRatio",
     "sequence": "titan_rl.algorithms.ratios:SequenceRatio",

@@ -24,6 +24,8 @@ from titan_rl.functional.surrogate import (
 class Clipped:
     """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), with a bound of its own on each side."""
 
+    is_zero_at_zero_advantage = True
+
     @dataclass(kw_only=True, slots=True)
     class Config:
         """Bounds of the ratio."""
@@ -72,6 +74,7 @@ class Reinforce:
     """``-A log p``: no ratio, no bound (Williams 1992). Right with one optimiser step per iteration only."""
 
     is_on_policy_only = True
+    is_zero_at_zero_advantage = True
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -87,6 +90,8 @@ class Reinforce:
 
 class ClippedWeight:
     """CISPO's bounded importance weight (MiniMax 2025, eq. 4 and 5): a bounded token still learns."""
+
+    is_zero_at_zero_advantage = True
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -116,6 +121,8 @@ class ClippedWeight:
 class SoftGated:
     """SAPO's smooth gate in place of a clip (Gao et al. 2025)."""
 
+    is_zero_at_zero_advantage = True
+
     @dataclass(kw_only=True, slots=True)
     class Config:
         """How fast the gradient fades away from a ratio of 1."""
@@ -142,6 +149,8 @@ class SoftGated:
 
 class GeometricMean:
     """GMPO's geometric mean of a sample's token ratios, each clipped on its own (Zhao et al. 2025)."""
+
+    is_zero_at_zero_advantage = True
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -172,6 +181,8 @@ class GeometricMean:
 class TotalVariation:
     """DPPO's trust region on probabilities instead of ratios (Qi et al. 2026, binary total variation)."""
 
+    is_zero_at_zero_advantage = True
+
     @dataclass(kw_only=True, slots=True)
     class Config:
         """How far a token's probability may move."""
@@ -181,7 +192,8 @@ class TotalVariation:
         max_increase: Annotated[float, Ge(0), Le(1)] = 0.2
         """Largest increase of a probability that is still pushed further."""
         max_weight: Annotated[float, Gt(0)] = 20.0
-        """Largest importance weight of a token; a larger one becomes this."""
+        """Largest importance weight of a token; a larger one becomes this. ``inf`` is none, as in the
+        paper."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

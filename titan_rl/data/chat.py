@@ -314,6 +314,37 @@ def read_vocabulary(tokenizer_dir: str | Path) -> dict[str, int]:
     return _load(Path(tokenizer_dir)).get_vocab()
 
 
+def has_same_vocabulary(theirs: str | Path, ours: str | Path, *, where: str, why: str) -> bool:
+    """Compare the tokenizer of another model with the policy's, token by token.
+
+    Args:
+        theirs: Directory of the other model.
+        ours: Directory of the policy.
+        where: The key that names the other model, for errors.
+        why: Why they have to agree, for errors.
+
+    Returns:
+        False when one of the directories holds no ``tokenizer.json``, so that nothing was compared.
+
+    Raises:
+        ConfigError: A token has different numbers, or one of them lacks it.
+    """
+    if not all(path and (Path(path) / "tokenizer.json").is_file() for path in (theirs, ours)):
+        return False
+    policy, other = read_vocabulary(ours), read_vocabulary(theirs)
+    differing = {token for token, _ in policy.items() ^ other.items()}
+    if differing:
+        example = min(differing)
+        raise ConfigError(
+            where,
+            f"hold the tokenizer of model.hf_assets_path: {why}",
+            f"{len(differing)} tokens that differ, such as {example!r}: {other.get(example)} for "
+            f"{policy.get(example)}",
+            "Take a model of the policy's family.",
+        )
+    return True
+
+
 def _load(directory: Path) -> Any:
     if not directory.is_dir():
         raise ConfigError(

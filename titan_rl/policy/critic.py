@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Gt
@@ -92,8 +92,9 @@ class Critic:
         """How far a value may move from that of the start of the iteration before it stops learning, in units
         of reward (of standard deviations of the returns with ``normalise_values``). 0: no bound."""
 
-        warmup_iterations: Annotated[int, Ge(0)] = 0
-        """Iterations at the start in which the critic trains and the policy does not."""
+        warmup_iterations: Annotated[int, Ge(0)] | Literal["all"] = 0
+        """Iterations at the start in which the critic trains and the policy does not. ``"all"``: the policy
+        is never trained, to measure a critic or to train one ahead."""
 
         normalise_values: bool = False
         """Predict returns in their running standard deviations from their running mean. When these change,
@@ -135,7 +136,8 @@ class Critic:
         Args:
             iteration: Iterations committed before this one.
         """
-        return iteration < self.config.warmup_iterations
+        warmup = self.config.warmup_iterations
+        return warmup == "all" or iteration < warmup
 
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Values ``[B, T]`` fp32 of all real tokens, in units of reward; 0 in the padding. Collective.

@@ -10,14 +10,13 @@ import functools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
 
 from titan_rl.batching.micro_batch import MicroBatch
-from titan_rl.data.chat import read_vocabulary
+from titan_rl.data.chat import has_same_vocabulary
 from titan_rl.errors import ConfigError
 from titan_rl.functional.distillation import chunked_divergence
 from titan_rl.titan.api import ModelSpec, logger
@@ -172,10 +171,12 @@ def _check_vocabulary(config: Teacher.Config, model: ModelSection, vocab_size: i
     policy can sample. With fewer rows it would give tokens of the policy the probability 0.
     """
     spec: Any = teacher_spec(config, model)
-    directories = config.hf_assets_path, model.hf_assets_path
-    is_compared = all(path and (Path(path) / "tokenizer.json").is_file() for path in directories)
-    if is_compared:
-        _check_tokenizers(*directories)
+    is_compared = has_same_vocabulary(
+        config.hf_assets_path,
+        model.hf_assets_path,
+        where="teacher.hf_assets_path",
+        why="distributions are compared token by token",
+    )
     rows = spec.model.vocab_size
     if rows != vocab_size and not (is_compared and rows > vocab_size):
         remedy = "Take a teacher with the policy's tokenizer."
@@ -188,20 +189,6 @@ def _check_vocabulary(config: Teacher.Config, model: ModelSection, vocab_size: i
             f"have the {vocab_size} output rows of [model], or more of them with the same tokenizer",
             rows,
             remedy,
-        )
-
-
-def _check_tokenizers(teacher: str, policy: str) -> None:
-    ours, theirs = read_vocabulary(policy), read_vocabulary(teacher)
-    differing = {token for token, _ in ours.items() ^ theirs.items()}
-    if differing:
-        example = min(differing)
-        raise ConfigError(
-            "teacher.hf_assets_path",
-            "hold the tokenizer of model.hf_assets_path: distributions are compared token by token",
-            f"{len(differing)} tokens that differ, such as {example!r}: {theirs.get(example)} for "
-            f"{ours.get(example)}",
-            "Take a teacher of the policy's family.",
         )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.algorithms.preset import check_composition, derive_needs
-from titan_rl.algorithms.registries import ADVANTAGES, SURROGATES
+from titan_rl.algorithms.registries import ADVANTAGES, LOSSES, SURROGATES
 from titan_rl.config.choice import Choice, build
+from titan_rl.data.chat import has_same_vocabulary
 from titan_rl.errors import ConfigError
 from titan_rl.policy.teacher import check_teacher
 from titan_rl.rewards.spec import RewardSpec, check_specs
@@ -18,7 +20,7 @@ from titan_rl.trainers.row_shape import shares_prompts
 
 if TYPE_CHECKING:
     from titan_rl.algorithms.interfaces import Needs
-    from titan_rl.algorithms.policy_loss import PolicyLoss
+    from titan_rl.algorithms.loss import Loss
     from titan_rl.trainers.rl import RLTrainer
     from titan_rl.trainers.supervised import SupervisedTrainer
 
@@ -74,6 +76,8 @@ def _checks(config: RLTrainer.Config, device_type: str) -> list[Callable[[], Non
         lambda: check_saving(config),
         lambda: check_device(config, device_type),
         lambda: _check_algorithm(config),
+        lambda: _check_critic_warmup(config),
+        lambda: _check_reward_model(config),
         lambda: _check_shaping(config),
         lambda: _check_batching(config),
         lambda: _check_watchdog(config),
@@ -191,12 +195,15 @@ def _check_steps(config: RLTrainer.Config) -> None:
         )
 
 
-def _check_on_policy(config: RLTrainer.Config, loss: PolicyLoss) -> None:
+def _check_on_policy(config: RLTrainer.Config, loss: Loss) -> None:
     if loss.is_on_policy_only and config.algorithm.steps_per_iteration > 1:
-        name = Choice(SURROGATES).name_of(config.loss.surrogate)
+        table: Any = config.loss
+        is_composed = isinstance(table, PolicyLoss.Config)
+        key = "loss.surrogate.type" if is_composed else "loss.type"
+        name = Choice(SURROGATES).name_of(table.surrogate) if is_composed else Choice(LOSSES).name_of(table)
         raise ConfigError(
             "algorithm.steps_per_iteration",
-            f'be 1 with loss.surrogate.type = "{name}", which is wrong once the weights have moved',
+            f'be 1 with {key} = "{name}", which is wrong once the weights have moved',
             config.algorithm.steps_per_iteration,
             'Set loss.surrogate.type = "clipped" or "clipped_weight", which weight by the ratio.',
         )
@@ -254,6 +261,30 @@ def _check_needs(config: RLTrainer.Config, needs: Needs) -> None:
             "be left out with loss.kl.coefficient = 0, which needs no reference",
             True,
             "Remove it, or set loss.kl.coefficient.",
+        )
+
+
+def _check_critic_warmup(config: RLTrainer.Config) -> None:
+    iterations = config.training.steps // config.algorithm.steps_per_iteration
+    warmup = 0 if config.critic is None else config.critic.warmup_iterations
+    if warmup != "all" and warmup >= iterations:
+        raise ConfigError(
+            "critic.warmup_iterations",
+            f"be below the {iterations} iterations of training.steps = {config.training.steps}, or the "
+            "policy is never trained",
+            warmup,
+            'Lower it, or set "all" to train a critic beside a frozen policy on purpose.',
+        )
+
+
+def _check_reward_model(config: RLTrainer.Config) -> None:
+    """An export brings its tokenizer. A checkpoint has none, and the policy's architecture."""
+    if config.reward_model is not None:
+        has_same_vocabulary(
+            config.reward_model.path,
+            config.model.hf_assets_path,
+            where="reward_model.path",
+            why="the reward model reads the policy's tokens",
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from annotated_types import Ge, Gt, Le
 
-from titan_rl.algorithms.registries import ALGORITHMS
+from titan_rl.algorithms.registries import ALGORITHMS, LOSSES
 from titan_rl.config.choice import Choice
 from titan_rl.config.dump import to_table
 from titan_rl.config.overlay import overlay
@@ -55,6 +55,7 @@ RULES: Rules = {
     (Trainer.Config, "dataloader"): Hidden("Set [data] instead."),
     (Trainer.Config, "validator"): Hidden("Set [evaluation] in an RL run instead."),
     (Trainer.Config, "override"): Hidden("Use TorchTitan's own Python configurations for overrides."),
+    (RLTrainer.Config, "loss"): Choice(LOSSES),
     (SupervisedTrainer.Config, "loss"): Hidden("Supervised training minimises the cross entropy."),
     (Trainer.Config, "activation_checkpoint"): _ACTIVATION_CHECKPOINTING,
     (Trainer.Config, "optimizer"): As(OptimizerSection, optimizer_from_section, section_from_optimizer),

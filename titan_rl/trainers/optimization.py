@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from titan_rl.algorithms.interfaces import LossInputs
-from titan_rl.algorithms.policy_loss import PolicyLoss
+from titan_rl.algorithms.loss import Loss
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.policy.teacher import Teacher
 from titan_rl.policy.token_scores import LogprobScorer, token_scores
@@ -136,7 +136,7 @@ class StepResult:
 
 def forward_backward(
     model: ShardedModel,
-    loss_fn: PolicyLoss,
+    loss_fn: Loss,
     batch: StepBatch,
     *,
     temperature: float,
@@ -150,7 +150,7 @@ def forward_backward(
 
     Args:
         model: The policy.
-        loss_fn: The composed loss.
+        loss_fn: The loss.
         batch: Scored micro-batches.
         temperature: Of sampling and scoring.
         max_tokens: Longest completion that can be sampled.

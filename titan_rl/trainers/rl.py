@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from titan_rl.algorithms.policy_loss import PolicyLoss
+from titan_rl.algorithms.loss import Loss
 from titan_rl.algorithms.preset import derive_needs
 from titan_rl.config.choice import build
 from titan_rl.errors import ConfigError, RollBackError, StopRequestedError, TitanRLError
@@ -63,7 +63,7 @@ class RLTrainer(ResilientTrainer):
 
     # Narrower than TorchTitan declares them, because the configuration above is.
     config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
-    loss_fn: PolicyLoss  # pyrefly: ignore[bad-override]
+    loss_fn: Loss  # pyrefly: ignore[bad-override]
 
     def __init__(self, config: Config) -> None:
         """Build the policy with TorchTitan, then everything around it.

@@ -7,13 +7,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from titan_rl.algorithms.policy_loss import PolicyLoss
+from titan_rl.algorithms.loss import Loss
 from titan_rl.algorithms.preset import AlgorithmPreset
 from titan_rl.algorithms.refill import RefillSection
 from titan_rl.algorithms.registries import ADVANTAGES, ALGORITHMS, DEFAULT_ALGORITHM
 from titan_rl.algorithms.shaping import ShapingSection
-from titan_rl.config.choice import Choice
+from titan_rl.config.choice import Choice, owner_of
 from titan_rl.config.registry import resolve
+from titan_rl.errors import ConfigError
 from titan_rl.generation.registry import GENERATORS
 from titan_rl.generation.vllm import VllmGenerator
 from titan_rl.policy.critic import Critic
@@ -54,11 +55,12 @@ class RLConfig(Trainer.Config):
     """Rewards of a group to advantages."""
     shaping: ShapingSection = field(default_factory=ShapingSection)
     """What is done to rewards before the advantage, and to advantages after it."""
-    # TorchTitan types these fields by their base classes; each is built by its own class alone.
-    loss: PolicyLoss.Config = field(  # pyrefly: ignore[bad-override]
+    # TorchTitan types these fields by their base classes; each is built by its own class alone. That [loss]
+    # has a type is a rule of the overlay's: tyro needs the dataclass for TorchTitan's command line.
+    loss: Loss.Config = field(  # pyrefly: ignore[bad-override]
         default_factory=lambda: _default().loss
     )
-    """Ratio, surrogate, correction, aggregation and KL."""
+    """Composed of parts (ratio, surrogate, correction, aggregation and KL), or a class of your own."""
     data: DataSection = field(default_factory=DataSection)
     """Prompts."""
     reward: list[dict[str, Any]] = field(default_factory=list)
@@ -96,3 +98,10 @@ class RLConfig(Trainer.Config):
 
     def __post_init__(self) -> None:
         Trainer.Config.__post_init__(self)
+        if not isinstance(self.loss, Loss.Config) or not issubclass(owner_of(type(self.loss)), Loss):
+            raise ConfigError(
+                "loss.type",
+                "name a class derived from Loss of titan_rl.algorithms.loss, with a Config(Loss.Config)",
+                owner_of(type(self.loss)).__qualname__,
+                "docs/algorithms/your_own.md has an example.",
+            )

@@ -5,7 +5,7 @@ passed on one side or the other. What the formulas are worth is tested with the 
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from titan_rl.algorithms.corrections import (
     TruncatedSamples,
     TruncatedTokens,
 )
-from titan_rl.algorithms.interfaces import LossInputs
+from titan_rl.algorithms.interfaces import LossInputs, SurrogateOutput
 from titan_rl.algorithms.penalties import Distillation, EntropyBonus, KLPenalty
 from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.algorithms.ratios import SequenceRatio, TokenRatio
@@ -445,3 +445,22 @@ def test_bounds_that_keep_nothing_are_refused(part, bounds):
 def test_a_negative_factor_is_refused(part, name, value):
     with pytest.raises(ConfigError, match=name):
         part(part.Config(coefficient=value))
+
+
+class PullToOne:
+    """A surrogate of one's own that also pushes tokens of advantage 0."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Nothing."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def __call__(self, inputs, ratio):
+        nowhere = torch.zeros_like(inputs.loss_mask)
+        return SurrogateOutput((ratio.ratio - 1).square() - inputs.advantages * ratio.ratio, nowhere, nowhere)
+
+
+def test_samples_of_advantage_zero_are_computed_for_a_surrogate_that_does_not_say_otherwise():
+    assert not PolicyLoss.Config(surrogate=PullToOne.Config()).build().is_zero_without_advantage

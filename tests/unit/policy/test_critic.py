@@ -270,6 +270,7 @@ def test_the_policy_warms_up_for_the_iterations_that_are_asked_for(trainer):
     critic = make_critic(trainer, warmup_iterations=2)
     assert [critic.is_warming_up(iteration) for iteration in range(4)] == [True, True, False, False]
     assert not make_critic(trainer).is_warming_up(0)
+    assert make_critic(trainer, warmup_iterations="all").is_warming_up(10**9)
 
 
 # ---------------------------------------------------------------------------------- statistics and metrics

@@ -79,7 +79,8 @@ def test_every_name_of_every_registry_has_a_row(of_a):
         "preference": PREFERENCE_LOSSES,
         "reward_model": REWARD_MODEL_LOSSES,
     }
-    registered = {name for name in vars(registries) if name.isupper() and name != "DEFAULT_ALGORITHM"}
+    no_kinds = {"DEFAULT_ALGORITHM", "LOSSES"}  # of the latter every composition is a row
+    registered = {name for name in vars(registries) if name.isupper()} - no_kinds
     assert len(registered) == len(kinds) - 2  # a new registry needs a kind here
     assert {f"{kind}/{name}" for kind, names in kinds.items() for name in names} - of_a.keys() == set()
 

@@ -1,5 +1,7 @@
 """Combinations of algorithm and settings that make no sense are refused at start-up, with both keys named."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from titan_rl.trainers.configuration import configure
 from titan_rl.trainers.validation import check_run
 
 CONFIG = Path(__file__).parents[2] / "integration" / "configs" / "grpo.toml"
+ASSETS = Path(__file__).parents[3] / "titan_rl" / "assets" / "tiny_llama"
 PPO = ("algorithm.type", "ppo")
 ALONE = ("sampling.group_size", 1)
 TWO_STEPS = ("algorithm.steps_per_iteration", 2)
@@ -34,6 +37,26 @@ def test_an_advantage_within_groups_of_one_is_refused(monkeypatch, name):
         check(monkeypatch, "algorithm.type", name, *ALONE)
 
 
+@pytest.mark.parametrize("iterations", [1, "all"])
+def test_a_critic_may_warm_up_for_less_than_the_run_or_on_purpose_for_all_of_it(monkeypatch, iterations):
+    check(monkeypatch, *PPO, *TWO_STEPS, "training.steps", 4, "critic.warmup_iterations", iterations)
+
+
+def test_a_reward_model_of_another_tokenizer_is_refused_before_anything_starts(monkeypatch, tmp_path):
+    export = tmp_path / "export"
+    shutil.copytree(ASSETS, export)
+    check(monkeypatch, "reward_model.path", export)
+    path = export / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"reward_model\.path must hold the tokenizer .*'7': \d+ for \d+"):
+        check(monkeypatch, "reward_model.path", export)
+    path.unlink()  # nothing to compare
+    check(monkeypatch, "reward_model.path", export)
+
+
 @pytest.mark.parametrize("name", ["ppo", "reinforce_pp", "remax"])
 def test_what_compares_no_siblings_takes_groups_of_one(monkeypatch, name):
     check(monkeypatch, "algorithm.type", name, *ALONE)
@@ -49,6 +72,11 @@ def test_what_compares_no_siblings_takes_groups_of_one(monkeypatch, name):
         (
             (*PPO, "advantage.type", "returns", "critic.warmup_iterations", 2),
             r'\[critic\] must be left out with advantage\.type = "returns"',
+        ),
+        (
+            (*PPO, *TWO_STEPS, "training.steps", 4, "critic.warmup_iterations", 2),
+            r"critic\.warmup_iterations must be below the 2 iterations of training\.steps = 4, or the policy "
+            r'is never trained; got 2\. Lower it, or set "all"',
         ),
         (
             ("loss.kl.estimator", "k1"),
