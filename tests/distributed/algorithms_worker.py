@@ -7,6 +7,7 @@ tests/numerics/test_algorithm_invariance.py computes with it in one process; tes
 
 import dataclasses
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
@@ -20,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.distributed import fsdp_worker
 from tests.distributed.fsdp_worker import TEMPERATURE, VOCAB, Rank, build, leaking, whole_gradients
+from tests.distributed.steps import SizedLoss, SizedValueLoss, Step
 from titan_rl.algorithms import registries
 from titan_rl.algorithms.corrections import (
     MaskedTokens,
@@ -157,15 +159,6 @@ def _padded(samples: Sequence[Sample], start: int, stop: int) -> MicroBatch:
     )
 
 
-@dataclasses.dataclass
-class Step:
-    """What a step of one algorithm gave: its loss, its metrics and whole gradients by parameter."""
-
-    loss: float
-    metrics: dict[str, float]
-    gradients: dict[str, torch.Tensor]
-
-
 class Setup:
     """A policy, a reference, a teacher and a critic of other weights, and steps of any algorithm."""
 
@@ -176,6 +169,7 @@ class Setup:
             directory: Of :func:`write_model`.
             options: As for :func:`fsdp_worker.without_models`.
         """
+        self.sizes = defaultdict[str, float](float)
         self.rank = self.load(directory, options)
         self.rank.policy.skip_head()
         self.collectives = Collectives(self.rank.parallel_dims, torch.device("cpu"))
@@ -201,15 +195,16 @@ class Setup:
 
     @cached_property
     def critic(self) -> Critic:
-        config = Critic.Config(head_init_std=0.3)
-        return build_critic(
-            config,
+        critic = build_critic(
+            Critic.Config(head_init_std=0.3),
             self.rank,
             policy=self.rank.policy,
             collectives=self.collectives,
             seed=11,
             total_steps=10,
         )
+        critic._loss = SizedValueLoss(critic._loss, self.sizes)
+        return critic
 
     def _changed(self, scale: float) -> ShardedModel:
         """A frozen model with other weights, alike under every layout."""
@@ -308,13 +303,14 @@ class Setup:
 
     def step(self, name: str, batch: StepBatch) -> Step:
         """Loss, metrics and gradients of policy and critic."""
+        self.sizes.clear()
         return self._taken(batch, self._backward(name, batch))
 
     def _backward(self, name: str, batch: StepBatch) -> list[dict[str, torch.Tensor]]:
         preset = preset_of(name)
         parts = forward_backward(
             self.rank.policy,
-            preset.loss.build(),
+            SizedLoss(preset.loss, sizes=self.sizes, compile_config=self.rank.config.compile),
             batch,
             temperature=TEMPERATURE,
             max_tokens=LONGEST,
@@ -338,7 +334,7 @@ class Setup:
         gradients = whole_gradients(self.rank.policy)
         if batch.returns:
             gradients |= {f"critic.{n}": g for n, g in whole_gradients(self.critic.model).items()}
-        return Step(metrics["loss/loss"], metrics, gradients)
+        return Step(metrics["loss/loss"], metrics, gradients, dict(self.sizes))
 
     # ------------------------------------------------------------------------------------ planted faults
 
@@ -410,16 +406,6 @@ def _misreading(model: Any, fault: str) -> Iterator[None]:
         yield
     finally:
         del model.prepare
-
-
-def unequal(a: Step, b: Step) -> list[str]:
-    """Names of the gradients that are not equal in the design's sense."""
-    assert a.gradients.keys() == b.gradients.keys()
-    return [
-        name
-        for name, expected in b.gradients.items()
-        if (a.gradients[name] - expected).norm() > 1e-5 * expected.norm() + 1e-8
-    ]
 
 
 def run(directory: Path) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.distributed import fsdp_worker
+
+TOLERANCE = 1e-5
+OF_TERMS = 1e-6
+"""Of a sum that cancels, against the sum of its terms without their signs."""
 
 
 def random_peer(name: str, *, seed: int = 0) -> LlamaForCausalLM | Qwen3ForCausalLM:
@@ -34,6 +40,18 @@ def random_peer(name: str, *, seed: int = 0) -> LlamaForCausalLM | Qwen3ForCausa
     return model_class(config)
 
 
+@torch.no_grad()
+def uneven_norms(model: torch.nn.Module) -> None:
+    """Draw the weights of all norms: ones would hide a norm that is applied in the wrong place.
+
+    Args:
+        model: Of transformers; changed in place.
+    """
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+
+
 def gradients(
     tensors: dict[str, torch.Tensor], case: str, *, at_least: int, above: float = 1e-6
 ) -> dict[str, torch.Tensor]:
@@ -52,7 +70,20 @@ def gradients(
     return found
 
 
-def unequal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors for which ``||a - b|| <= 1e-5 ||b|| + 1e-8`` does not hold."""
+def unequal(
+    a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], *, sizes: Mapping[str, float] | None = None
+) -> list[str]:
+    """Names of the tensors for which ``||a - b|| <= 1e-5 ||b|| + 1e-8`` does not hold.
+
+    Args:
+        a: By name.
+        b: What they should be.
+        sizes: Of sums that cancel, the sum of their terms without their signs: 1e-6 of that is enough.
+    """
     assert a.keys() == b.keys()
-    return [name for name in a if (a[name] - b[name]).norm() > 1e-5 * b[name].norm() + 1e-8]
+    return [
+        name
+        for name, right in b.items()
+        if (a[name] - right).norm()
+        > max(TOLERANCE * float(right.norm()), OF_TERMS * (sizes or {}).get(name, 0.0)) + 1e-8
+    ]

@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from torchtitan.models.common import Linear, RMSNorm
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.distributed.algorithms_worker import LONGEST, Setup, Step, preset_of
+from tests.distributed.algorithms_worker import LONGEST, Setup, preset_of
 from tests.distributed.fsdp_worker import TEMPERATURE, VOCAB, Rank, build
+from tests.distributed.steps import Step
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.functional.expert_load import expert_load
 from titan_rl.titan.experts import GlooTokenDispatcher
@@ -214,7 +215,7 @@ def compute(setup: ExpertsSetup, layout: str) -> tuple[dict[str, torch.Tensor], 
     for name in NAMES:
         step = setup.step(name, setup.batch(name, layout))
         tensors |= {f"{name}/{key}": value for key, value in step.gradients.items()}
-        rest[name] = {"loss": step.loss, "metrics": step.metrics}
+        rest[name] = {"loss": step.loss, "metrics": step.metrics, "sizes": step.sizes}
     setup.rank.policy.take_router_load()
     setup.critic.model.take_router_load()
     rest["balance"] = setup.balance(layout)
@@ -222,16 +223,10 @@ def compute(setup: ExpertsSetup, layout: str) -> tuple[dict[str, torch.Tensor], 
 
 
 def step_of(tensors: dict[str, torch.Tensor], rest: dict[str, Any], name: str) -> Step:
-    """The step of an algorithm in what :func:`compute` gave.
-
-    The critic's head is one tensor: its bias by itself is a sum of residuals that cancel.
-    """
+    """The step of an algorithm in what :func:`compute` gave."""
     prefix = f"{name}/"
     gradients = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-    if (bias := gradients.pop("critic.lm_head.bias", None)) is not None:
-        weight = gradients["critic.lm_head.weight"]
-        gradients["critic.lm_head.weight"] = torch.cat([weight.flatten(), bias])
-    return Step(rest[name]["loss"], rest[name]["metrics"], gradients)
+    return Step(**rest[name], gradients=gradients)
 
 
 def run(directory: Path) -> None:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from tests.distributed.algorithms_worker import Setup, Step
+from tests.distributed.algorithms_worker import Setup
 from tests.distributed.fsdp_worker import full
+from tests.distributed.steps import Step
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.rollout.samples import to_samples

@@ -75,8 +75,12 @@ def test_two_nodes_take_the_first_step_of_one_rank(started: dict[str, runs.Run])
     two, alone = started["two nodes"], started["one rank"]
     assert drawn(two) == drawn(alone)
     mine, expected = two.metrics(), alone.metrics()
-    for name in ("loss/loss", "grad_norm", "reward/mean", "reward/std", "rollout/completion_tokens"):
-        assert mine[name][1] == pytest.approx(expected[name][1], rel=1e-5, abs=5e-7)
+    for name in ("grad_norm", "reward/mean", "reward/std", "rollout/completion_tokens"):
+        assert mine[name][1] == pytest.approx(expected[name][1], rel=1e-5, abs=1e-7)
+    # Advantages cancel: the loss is a small sum of terms of their size.
+    size = expected["loss/advantage_abs"][1]
+    assert size > 0.1
+    assert mine["loss/loss"][1] == pytest.approx(expected["loss/loss"][1], rel=0, abs=1e-6 * size)
     assert mine["evaluation/score"][0] == expected["evaluation/score"][0]
 
 
