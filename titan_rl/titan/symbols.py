@@ -391,9 +391,10 @@ _HEAD = """# Names of TorchTitan and vLLM in use
 
 TorchTitan 0.3.0 changes its API with every release, and titan_rl uses some of its private names. This page
 lists every name in use; `titan_rl/titan/` is the only package that imports TorchTitan, `titan_rl/generation/`
-the only one that imports vLLM. Each name has a contract test in `tests/unit/titan/test_symbols.py`: that is
-where an upgrade starts. What is replaced, overridden or set is marked; "on a CPU" means that on CUDA
-TorchTitan stays as it is. torch's pipeline schedules, which TorchTitan builds, are listed with it.
+the only one that imports vLLM. `tests/unit/titan/test_symbols.py` finds each name, and
+`test_torchtitan_contracts.py` beside it tries what is assumed of them: that is where an upgrade starts.
+What is replaced, overridden or set is marked; "on a CPU" means that on CUDA TorchTitan stays as it is.
+torch's pipeline schedules, which TorchTitan builds, are listed with it.
 
 Made by `python scripts/make_symbols.py` from `titan_rl/titan/symbols.py`.
 """
