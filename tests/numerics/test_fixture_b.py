@@ -92,9 +92,13 @@ def test_the_file_is_what_its_script_writes(tmp_path):
 
 
 def test_the_script_imports_nothing_but_the_standard_library():
-    lines = (ROOT / "scripts" / "make_fixture_b.py").read_text().splitlines()
-    imports = {line.split()[1] for line in lines if line.startswith(("import ", "from "))}
-    assert imports == {"json", "math", "random", "pathlib"}
+    scripts = ROOT / "scripts"
+    files = [scripts / "make_fixture_b.py", *sorted((scripts / "fixture_b").glob("*.py"))]
+    assert len(files) == 4
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    imports = {line.split()[1] for line in lines if line.lstrip().startswith(("import ", "from "))}
+    ours = {f"scripts.fixture_b.{file.stem}" for file in files[1:]}
+    assert imports == {"json", "math", "random", "sys", "pathlib"} | ours
 
 
 @pytest.mark.parametrize("name", EXPECTED["losses"])
