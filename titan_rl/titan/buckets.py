@@ -78,8 +78,7 @@ def peak_bytes(sizes: Iterable[int], *, bucket_bytes: int) -> int:
 def full_buckets(model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
     """Gather the state dict. Collective over the ranks that shard the model.
 
-    While a bucket is read the next one is on its way, if both are no more than ``bucket_bytes``; over gloo it
-    is gathered already.
+    While a bucket is read the next one is on its way, if both are no more than ``bucket_bytes``.
 
     Args:
         model: A TorchTitan decoder, or some of its layers.
@@ -117,9 +116,7 @@ def _begin(value: torch.Tensor) -> torch.Tensor:
     """Start to gather, without waiting where the collective can run by itself."""
     if not isinstance(value, DTensor):
         return value
-    # gloo gathers one after the other: with many under way a run has once ended in a corrupted heap.
-    is_async = value.device_mesh.device_type != "cpu"
-    return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim, async_op=is_async)
+    return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim, async_op=True)
 
 
 def _gathered(begun: Bucket) -> Bucket:

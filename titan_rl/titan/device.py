@@ -1,8 +1,9 @@
 """Which device a run uses, and what TorchTitan 0.3.0 needs to run on a CPU with gloo.
 
-On an accelerator this module changes one thing: masks of packed documents know branches. On a CPU,
-:func:`install` makes four more adjustments, each named where it is made: the device module, FSDP's reduction,
-attention, and random initialisation.
+On every device :func:`install` changes three things: masks of packed documents know branches, the ranks of a
+restart meet under a name of their own, and gloo's groups have one thread. On a CPU it makes four more
+adjustments, each named where it is made: the device module, FSDP's reduction, attention, and random
+initialisation.
 """
 
 import os
@@ -20,7 +21,7 @@ from torchtitan.protocols import module as titan_module
 from torchtitan.tools import utils as titan_utils
 
 from titan_rl.errors import ConfigError
-from titan_rl.titan import attention, init, rendezvous
+from titan_rl.titan import attention, gloo, init, rendezvous
 from titan_rl.titan.versions import check_versions
 
 DEVICE_VARIABLE = "TITAN_RL_DEVICE"
@@ -56,6 +57,7 @@ def install() -> str:
     """
     check_versions()
     rendezvous.install()
+    gloo.install()
     device_type = choose_device()
     attention.install(titan_decoder)
     if device_type == "cpu" and titan_utils.device_type != "cpu":

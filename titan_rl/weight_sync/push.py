@@ -55,7 +55,7 @@ class WeightSyncSection:
     is for fp32; in bf16 the two engines round differently, and 0.1 is a start."""
     bucket_mib: Annotated[float, Gt(0)] = 256.0
     """Most of the weights that a rank holds beyond its own shards and the generator's copy, in MiB. While one
-    half is loaded the other is on its way, over gloo gathered already. A larger tensor is gathered alone."""
+    half is loaded the other is on its way. A larger tensor is gathered alone, whole."""
 
     @property
     def bucket_bytes(self) -> int:
