@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 import titan_rl
 from titan_rl import heartbeat
 from titan_rl.errors import ConfigError, NonFiniteError, SaveError
-from titan_rl.resilience import faults, shelf
+from titan_rl.resilience import background, faults, shelf
 from titan_rl.resilience import manifest as manifests
 from titan_rl.resilience.manifest import DamagedCheckpointError, Facts, Manifest
 from titan_rl.titan import api, safe_reading
@@ -192,6 +192,21 @@ class CheckpointManager(api.CheckpointManager):
             self.save_future = self._in_background(task, pending)
         return True
 
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: Any,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """TorchTitan's, but for ``async_mode = "async"``: see :mod:`titan_rl.resilience.background`."""
+        if to_hf or async_mode.value != "async":
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        if self.stager is None:
+            self.stager = background.stager()
+        return background.save(state_dict, checkpoint_id, group=self.pg, copies=self.stager)
+
     def _refuse_bad_state(self, step: int) -> None:
         """What is not finite would be resumed for ever: it never becomes a checkpoint. Collective."""
         states = {name: self.states[name].state_dict() for name in _LEARNT if name in self.states}
@@ -220,6 +235,7 @@ class CheckpointManager(api.CheckpointManager):
         worker = ThreadPoolExecutor(1, thread_name_prefix="complete-checkpoint")
 
         def complete() -> None:
+            background.yield_to_training()
             pending.result()
             self._complete(task)
 

@@ -183,6 +183,7 @@ TORCHTITAN_REACHED = {
         "CheckpointManager._should_save": "OVERRIDDEN: also when a checkpoint is asked for.",
         "CheckpointManager._wait_for_saving": "OVERRIDDEN: a failure in the background is counted.",
         "CheckpointManager.dcp_load": "OVERRIDDEN: nothing in a checkpoint is run.",
+        "CheckpointManager.dcp_save": "OVERRIDDEN: an asynchronous save takes little from training.",
         "CheckpointManager.enable": "Whether there are checkpoints.",
         "CheckpointManager.folder": "Where they lie.",
         "CheckpointManager.initial_load_path": "SET to None by reward-model runs, which load those weights.",
