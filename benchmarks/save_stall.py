@@ -129,7 +129,8 @@ class Bench:
             raise paired.UnequalOutputsError(f"The checkpoint of step {step} could not be written.")
         paired.check_equal(wanted, _stored(Path(manager.folder) / f"step-{step}", wanted), tolerance=0.0)
         found = Save(window, called, complete, clock.delayed, window - clock.computed - clock.delayed)
-        logger.info("Saved with async_mode %s: %s; plain steps %s.", mode, found, self.plain[-PLAIN_STEPS:])
+        plain = [self.plain[-PLAIN_STEPS:], self.plain_ready[-PLAIN_STEPS:]]
+        logger.info("Saved with async_mode %s: %s; plain steps %s.", mode, found, plain)
         return found
 
     def _step(self) -> float:
