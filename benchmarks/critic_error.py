@@ -8,8 +8,13 @@ continued once; at the prompt and after each of the first sampled tokens, 64 fur
 and scored, and their mean reward is compared with the critic's value there. The same is done on as many
 prompts that the critic has trained on: where only those are right, more steps help less than more prompts.
 
+Held out from the critic is not held out from the policy: a policy that knows most prompts by heart has other
+values on those that it has never seen. The two sets have the same standing towards the policy when they are
+split with another ``data.source.split_seed`` than the policy's own, or when the policy has seen all or none.
+
 The mean of 64 rewards is itself off by ``p (1 - p) / 64`` in the square, which no critic can predict; it is
-printed beside the error and not subtracted from it.
+printed beside the error and not subtracted from it. The standard error of the ratio of error to variance is
+a jackknife over prompts.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ from titan_rl.types import (
     Turn,
 )
 
-NUM_PROMPTS, NUM_CONTINUATIONS, MAX_PREFIX = 60, 64, 2
+NUM_PROMPTS, NUM_CONTINUATIONS, MAX_PREFIX = 100, 64, 2
 
 
 def main() -> None:
@@ -53,21 +58,41 @@ def main() -> None:
         predicted = torch.tensor([_value(trainer, tokens) for _, tokens, _ in states])
         print(f"{name}, {len(prompts)} prompts, {NUM_CONTINUATIONS} continuations each:")
         lengths = torch.tensor([length for _, _, length in states])
+        owners = [prompt.id for prompt, _, _ in states]
         for length in range(MAX_PREFIX + 1):
             chosen = lengths == length
-            print(f"  after {length} tokens: {_comparison(measured[chosen], predicted[chosen])}")
-        print(f"  all: {_comparison(measured, predicted)}", flush=True)
+            of_length = [owner for owner, (_, _, n) in zip(owners, states, strict=True) if n == length]
+            print(f"  after {length} tokens: {_comparison(measured[chosen], predicted[chosen], of_length)}")
+        print(f"  all: {_comparison(measured, predicted, owners)}", flush=True)
     trainer.close()
 
 
-def _comparison(measured: torch.Tensor, predicted: torch.Tensor) -> str:
+def _comparison(measured: torch.Tensor, predicted: torch.Tensor, owners: list[str]) -> str:
     """Describe the error of values ``[N]`` against measured ones ``[N]``, and what it is held against."""
     error, variance = (predicted - measured).square().mean(), measured.var(correction=0)
     noise = (measured * (1 - measured)).mean() / (NUM_CONTINUATIONS - 1)  # unbiased for rewards of 0 and 1
+    spread = standard_error(measured, predicted, owners)
     return (
         f"{len(measured)} states, mean value {measured.mean():.3f}, variance {variance:.4f}, "
-        f"mean squared error {error:.4f} (noise of the measurement {noise:.4f}), ratio {error / variance:.3f}"
+        f"mean squared error {error:.4f} (noise of the measurement {noise:.4f}), "
+        f"ratio {error / variance:.3f} +- {spread:.3f}"
     )
+
+
+def standard_error(measured: torch.Tensor, predicted: torch.Tensor, owners: list[str]) -> float:
+    """Jackknife over prompts of mean squared error / variance, whose states are not independent.
+
+    Args:
+        measured: ``[N]`` mean rewards.
+        predicted: ``[N]`` values.
+        owners: The prompt of each state.
+    """
+    ratios = []
+    for left_out in dict.fromkeys(owners):
+        kept = torch.tensor([owner != left_out for owner in owners])
+        error = (predicted[kept] - measured[kept]).square().mean()
+        ratios.append(error / measured[kept].var(correction=0))
+    return float((torch.stack(ratios).var(correction=0) * (len(ratios) - 1)).sqrt())
 
 
 def _states(
