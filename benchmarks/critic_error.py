@@ -3,14 +3,15 @@
     torchrun --standalone --nproc-per-node 1 -m benchmarks.critic_error train_configs/tiny_grpo.toml \\
         --algorithm.type ppo --critic.warmup_iterations all --critic.optimizer.lr 1e-3 --training.steps 20
 
-``critic.warmup_iterations = "all"`` keeps the policy frozen. Afterwards each held-out prompt is
-continued once; at the prompt and after each of the first sampled tokens, 64 further continuations are sampled
-and scored, and their mean reward is compared with the critic's value there. The same is done on as many
+``critic.warmup_iterations = "all"`` keeps the policy frozen. Afterwards held-out prompts, drawn at random,
+are continued once each; at the prompt and after each of the first sampled tokens, 64 further continuations
+are sampled and scored, and their mean reward is compared with the critic's value there. The same is done on
 prompts that the critic has trained on: where only those are right, more steps help less than more prompts.
 
 Held out from the critic is not held out from the policy: a policy that knows most prompts by heart has other
-values on those that it has never seen. The two sets have the same standing towards the policy when they are
-split with another ``data.source.split_seed`` than the policy's own, or when the policy has seen all or none.
+values on those that it has never seen. With another ``data.source.split_seed`` than that of the policy's own
+training (0 in the recipes) both kinds are among the held-out prompts and among the critic's, in the same
+proportion, and are also shown apart.
 
 The mean of 64 rewards is itself off by ``p (1 - p) / 64`` in the square, which no critic can predict; it is
 printed beside the error and not subtracted from it. The standard error of the ratio of error to variance is
@@ -19,11 +20,15 @@ a jackknife over prompts.
 
 from __future__ import annotations
 
+import dataclasses
+import random
 import sys
+from typing import Any, NamedTuple
 
 import torch
 
 from titan_rl.batching.pack import pack
+from titan_rl.config.choice import build
 from titan_rl.config.entry import read_checked
 from titan_rl.generation.protocol import generate
 from titan_rl.resilience.seeds import derive_seed
@@ -42,6 +47,18 @@ from titan_rl.types import (
 )
 
 NUM_PROMPTS, NUM_CONTINUATIONS, MAX_PREFIX = 100, 64, 2
+STATES_AT_ONCE = 8
+POLICY_SPLIT_SEED = 0
+"""``data.source.split_seed`` of what the policy was trained on."""
+
+
+class State(NamedTuple):
+    """A prompt and the first tokens of a completion."""
+
+    prompt: Prompt
+    token_ids: tuple[int, ...]
+    """Of the prompt and of the completion so far."""
+    num_sampled: int
 
 
 def main() -> None:
@@ -51,20 +68,33 @@ def main() -> None:
     trainer.train()
     if trainer.critic is None or trainer.state.policy_version:
         raise SystemExit('The policy must stay frozen: set critic.warmup_iterations = "all".')
+    held_out = trainer.data.held_out_prompts()
+    random.Random(trainer.run_seed).shuffle(held_out)  # they are listed by their operands
     seen = trainer.data.train.take(0, min(NUM_PROMPTS, trainer.state.cursor))
-    for name, prompts in (("held out", trainer.data.held_out_prompts()[:NUM_PROMPTS]), ("trained on", seen)):
+    unknown = _unknown_to_the_policy(trainer)
+    for name, prompts in (("held out", held_out[:NUM_PROMPTS]), ("trained on", seen)):
         states = _states(trainer, prompts, name)
         measured = torch.tensor(_monte_carlo(trainer, states, name))
-        predicted = torch.tensor([_value(trainer, tokens) for _, tokens, _ in states])
+        predicted = torch.tensor([_value(trainer, state.token_ids) for state in states])
         print(f"{name}, {len(prompts)} prompts, {NUM_CONTINUATIONS} continuations each:")
-        lengths = torch.tensor([length for _, _, length in states])
-        owners = [prompt.id for prompt, _, _ in states]
-        for length in range(MAX_PREFIX + 1):
-            chosen = lengths == length
-            of_length = [owner for owner, (_, _, n) in zip(owners, states, strict=True) if n == length]
-            print(f"  after {length} tokens: {_comparison(measured[chosen], predicted[chosen], of_length)}")
-        print(f"  all: {_comparison(measured, predicted, owners)}", flush=True)
+        is_unknown = [state.prompt.id in unknown for state in states]
+        parts = {f"after {n} tokens": [s.num_sampled == n for s in states] for n in range(MAX_PREFIX + 1)}
+        if any(is_unknown):
+            parts |= {"known to the policy": [not flag for flag in is_unknown], "unknown to it": is_unknown}
+        for part, flags in {**parts, "all": [True] * len(states)}.items():
+            owners = [state.prompt.id for state, flag in zip(states, flags, strict=True) if flag]
+            chosen = torch.tensor(flags)
+            print(f"  {part}: {_comparison(measured[chosen], predicted[chosen], owners)}", flush=True)
     trainer.close()
+
+
+def _unknown_to_the_policy(trainer: RLTrainer) -> set[str]:
+    """Prompts that the policy's own training held out, where the run splits them another way."""
+    source: Any = trainer.config.data.source
+    if getattr(source, "split_seed", POLICY_SPLIT_SEED) == POLICY_SPLIT_SEED:
+        return set()
+    dataset = build(dataclasses.replace(source, split_seed=POLICY_SPLIT_SEED), split="held_out")
+    return {dataset[i].id for i in range(len(dataset))}
 
 
 def _comparison(measured: torch.Tensor, predicted: torch.Tensor, owners: list[str]) -> str:
@@ -95,55 +125,58 @@ def standard_error(measured: torch.Tensor, predicted: torch.Tensor, owners: list
     return float((torch.stack(ratios).var(correction=0) * (len(ratios) - 1)).sqrt())
 
 
-def _states(
-    trainer: RLTrainer, prompts: list[Prompt], purpose: str
-) -> list[tuple[Prompt, tuple[int, ...], int]]:
-    """Prompt, tokens so far and how many of them were sampled."""
+def _states(trainer: RLTrainer, prompts: list[Prompt], purpose: str) -> list[State]:
     encoded = [tuple(trainer.data.encoder.encode(prompt.messages)) for prompt in prompts]
-    longest = trainer.data.sampling.max_tokens
-    completions = _sample(trainer, list(enumerate(encoded)), longest, f"{purpose}/prefix")
+    empty = [State(prompt, tokens, 0) for prompt, tokens in zip(prompts, encoded, strict=True)]
     states = []
-    for prompt, tokens, sampled in zip(prompts, encoded, completions, strict=True):
+    for start, (sampled,) in zip(empty, _continuations(trainer, empty, 1, f"{purpose}/prefix"), strict=True):
         for length in range(min(MAX_PREFIX, len(sampled) - 1) + 1):
-            states.append((prompt, tokens + sampled[:length], length))
+            states.append(State(start.prompt, start.token_ids + sampled[:length], length))
     return states
 
 
-def _sample(
-    trainer: RLTrainer, starts: list[tuple[int, tuple[int, ...]]], max_tokens: int, purpose: str
-) -> list[tuple[int, ...]]:
+def _continuations(
+    trainer: RLTrainer, states: list[State], number: int, purpose: str
+) -> list[list[tuple[int, ...]]]:
+    """The tokens of so many continuations of each state, by state."""
     sampling = trainer.data.sampling
     requests = [
         GenerationRequest(
-            id=f"{purpose}/{number}/{index}",
-            prompt_token_ids=tokens,
+            id=f"{purpose}/{index}/{i}",
+            prompt_token_ids=state.token_ids,
             sampling=SamplingParams(
-                max_tokens=max_tokens,
+                max_tokens=sampling.max_tokens - state.num_sampled,
                 temperature=sampling.temperature,
                 stop_token_ids=sampling.stop_token_ids,
             ),
-            seed=derive_seed(trainer.run_seed, purpose, number, index),
+            seed=derive_seed(trainer.run_seed, purpose, index, i),
         )
-        for number, (index, tokens) in enumerate(starts)
+        for index, state in enumerate(states)
+        for i in range(number)
     ]
-    return [c.token_ids for c in generate(trainer.generator, requests, timeout_seconds=600)]
+    tokens = [c.token_ids for c in generate(trainer.generator, requests, timeout_seconds=600)]
+    return [tokens[start : start + number] for start in range(0, len(tokens), number)]
 
 
-def _monte_carlo(
-    trainer: RLTrainer, states: list[tuple[Prompt, tuple[int, ...], int]], purpose: str
-) -> list[float]:
-    values = []
-    for index, (prompt, tokens, length) in enumerate(states):
-        room = trainer.data.sampling.max_tokens - length
-        starts = [(i, tokens) for i in range(NUM_CONTINUATIONS)]
-        for key, rest in enumerate(_sample(trainer, starts, room, f"{purpose}/state{index}")):
-            text = trainer.data.encoder.decode([*tokens[len(tokens) - length :], *rest])
-            completion = Completion("", rest, (0.0,) * len(rest), FinishReason.STOP, ((0, 0),))
-            turn = Turn(prompt_token_ids=tokens, completion=completion, text=text)
-            trainer.rewards.submit(key, Rollout(prompt=prompt, sample_index=key, seed=0, turns=[turn]))
-        rewards = [result for _, result in trainer.rewards.results(60.0)]
-        scored = [reward.total for reward in rewards if isinstance(reward, Reward)]
-        values.append(sum(scored) / len(scored))
+def _monte_carlo(trainer: RLTrainer, states: list[State], purpose: str) -> list[float]:
+    """Mean reward of the continuations of each state."""
+    values: list[float] = []
+    for first in range(0, len(states), STATES_AT_ONCE):
+        some = states[first : first + STATES_AT_ONCE]
+        found = _continuations(trainer, some, NUM_CONTINUATIONS, f"{purpose}/states{first}")
+        for index, (state, rests) in enumerate(zip(some, found, strict=True)):
+            sampled = state.token_ids[len(state.token_ids) - state.num_sampled :]
+            for i, rest in enumerate(rests):
+                completion = Completion("", rest, (0.0,) * len(rest), FinishReason.STOP, ((0, 0),))
+                text = trainer.data.encoder.decode([*sampled, *rest])
+                turn = Turn(prompt_token_ids=state.token_ids, completion=completion, text=text)
+                rollout = Rollout(prompt=state.prompt, sample_index=i, seed=0, turns=[turn])
+                trainer.rewards.submit(index * NUM_CONTINUATIONS + i, rollout)
+        totals: list[list[float]] = [[] for _ in some]
+        for key, reward in trainer.rewards.results(60.0):
+            if isinstance(reward, Reward):
+                totals[key // NUM_CONTINUATIONS].append(reward.total)
+        values += [sum(total) / len(total) for total in totals]
     return values
 
 
