@@ -48,6 +48,7 @@ from titan_rl.titan.models import build_sibling, copy_shards
 from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.titan.weights import load_hf
 from titan_rl.trainers.credit import Credit
+from titan_rl.trainers.deal import Deal
 from titan_rl.trainers.optimization import StepBatch, align_ranks, forward_backward, reduce_metrics
 from titan_rl.trainers.row_shape import row_shape
 from titan_rl.types import Completion, FinishReason, Group, Message, Prompt, Reward, Rollout, Sample, Turn
@@ -249,18 +250,22 @@ class Setup:
             )
         return lay_out(samples, layout)
 
-    def batch(self, name: str, layout: str, *, only: int | None = None) -> StepBatch:
-        """This rank's groups in a layout, scored, with the advantages of the algorithm.
+    def batch(self, name: str, layout: str, *, only: int | None = None, is_dealt: bool = True) -> StepBatch:
+        """What this rank trains in a layout, scored, with the advantages of the algorithm.
 
         Args:
             name: Of the algorithm.
             layout: One of ``LAYOUTS``.
-            only: The rank that has all groups; by default they are shared.
+            only: The rank that has all groups and trains them; by default they are shared.
+            is_dealt: Whether samples of shared groups go to the ranks by their cost, as in a run.
         """
         mine = self.groups[self.collectives.data_rank :: self.collectives.data_size]
         if only is not None:
             mine = self.groups if self.collectives.data_rank == only else []
-        samples = to_samples(mine)
+        samples, deal = to_samples(mine), None
+        if is_dealt and only is None:
+            deal = Deal(samples, attention_cost=0.05, collectives=self.collectives)
+            samples = deal.held
         batch = align_ranks(
             self.laid_out(samples, layout),
             num_samples=len(samples),
@@ -268,7 +273,7 @@ class Setup:
             device=self.rank.device,
             empty_shape=row_shape(self.rank.config).empty,
         )
-        batch.samples = samples
+        batch.samples, batch.deal = samples, deal
         batch.micro_batches = [
             dataclasses.replace(m, generator_logprobs=self._look_up("generator", m, samples))
             for m in batch.micro_batches
@@ -416,8 +421,10 @@ def run(directory: Path) -> None:
         steps = {
             "packed": setup.step(name, batch),
             "one_rank_empty": setup.step(name, setup.batch(name, "packed", only=0)),
-            "local_counts": setup.local_counts(name, batch),
+            # Dealt, both ranks may happen to have as many.
+            "local_counts": setup.local_counts(name, setup.batch(name, "packed", is_dealt=False)),
         }
+        rest["moved_tokens"] = setup.collectives.reduce_scalar(batch.deal.moved_tokens, "sum")
         for case, step in steps.items():
             tensors |= {f"{name}/{case}/{key}": value for key, value in step.gradients.items()}
             rest[f"{name}/{case}"] = {"loss": step.loss, "metrics": step.metrics}

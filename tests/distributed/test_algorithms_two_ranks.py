@@ -45,6 +45,10 @@ def test_two_ranks_give_the_loss_metrics_and_gradients_of_one(launch, name, case
     check_equal(step(launch, name, case), launch.expected[name])
 
 
+def test_samples_were_trained_on_another_rank_than_their_group_s(launch):
+    assert launch.rest["moved_tokens"] > 0
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_planted_fault_counts_that_are_local_to_the_rank_are_noticed(launch, name):
     got, expected = step(launch, name, "local_counts"), launch.expected[name]

@@ -87,9 +87,19 @@ def test_validate_prints_ok_and_what_the_numbers_amount_to(file, capsys):
     assert numbers["samples"] == "24 per iteration, 4 per prompt"
     assert numbers["optimiser steps"] == "8, 2 per iteration"
     assert numbers["generators"] == "2 of 2 rank(s), at most 3 prompts each"
-    # A generator has at most 2 of its 3 groups in a step: 8 samples over its 2 ranks; 3 fit into a row of 96.
-    assert numbers["rows"] == "at most 2 of 96 tokens per rank and step"
-    assert numbers["micro-batches"] == "at most 2 per rank and step, of 1 row(s)"
+    # 3 groups in a step: 12 samples over 4 ranks; 3 fit into a row of 96.
+    assert numbers["data-parallel ranks"] == "4, at most 3 samples each per step"
+    assert numbers["rows"] == "at most 1 of 96 tokens per data-parallel rank and step"
+    assert numbers["micro-batches"] == "at most 1 per data-parallel rank and step, of 1 row(s)"
+
+
+def test_validate_gives_the_ranks_of_one_tensor_parallel_group_the_same_rows(file, capsys):
+    options = ["--training.local_batch_size", "1", "--parallelism.tensor_parallel_degree", "2"]
+    assert cli.main(["validate", file, "--world-size", "4", *options]) == 0
+    numbers = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines()[1:])
+    # 12 samples of a step over 2 data-parallel ranks; 3 fit into a row of 96.
+    assert numbers["data-parallel ranks"].strip() == "2, at most 6 samples each per step"
+    assert numbers["rows"].strip() == "at most 2 of 96 tokens per data-parallel rank and step"
 
 
 def test_validate_says_nothing_but_its_answer(file):

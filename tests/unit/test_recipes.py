@@ -129,7 +129,7 @@ def test_the_rows_of_the_eight_gpu_recipe_are_counted_per_rank(tmp_path):
     assert "prompts:               128 per iteration" in numbers
     assert "samples:               1024 per iteration, 8 per prompt" in numbers
     assert "generators:            8 of 1 rank(s), at most 16 prompts each" in numbers
-    assert "rows:                  at most 64 of 8192 tokens per rank and step" in numbers
+    assert "rows:                  at most 64 of 8192 tokens per data-parallel rank and step" in numbers
 
 
 def test_every_recipe_is_found_by_name_and_has_a_function_for_torchtitan():

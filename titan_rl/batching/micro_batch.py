@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -80,19 +79,14 @@ class MicroBatch:
         return int(self.loss_mask.sum())
 
     @property
+    def num_attended(self) -> int:
+        """Sum of ``2 x position + 1`` over the tokens without the padding: ``L^2`` for a whole sample of L.
+
+        Waits for the device when the tensors are on one.
+        """
+        return int((2 * self.positions + 1)[self.sample_index >= 0].sum())
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens without the padding."""
         return sum(map(sum, self.document_lengths))
-
-
-def padding_fraction(micro_batches: Iterable[MicroBatch]) -> float:
-    """Share of the positions that the model computes for nothing, in [0, 1]; 0 without micro-batches.
-
-    >>> padding_fraction([MicroBatch.empty(1, 4)])
-    1.0
-    """
-    real = computed = 0
-    for micro_batch in micro_batches:
-        real += micro_batch.num_tokens
-        computed += micro_batch.input_ids.numel()
-    return 1.0 - real / computed if computed else 0.0

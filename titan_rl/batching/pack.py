@@ -5,11 +5,13 @@ Works on one rank's samples; nothing here communicates. What a row becomes in th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
+from titan_rl.batching.balance import largest_differencing
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.batching.shared_prompts import Family, Part, families, num_tokens
 from titan_rl.errors import ConfigError
@@ -27,14 +29,12 @@ def pack(
     length_multiple: int = 1,
     pad_to: PadTo = "longest",
     share_prompts: bool = False,
+    at_least: int = 1,
 ) -> list[MicroBatch]:
-    """Pack whole samples into rows of at most ``token_budget`` tokens, first fit in order of falling length.
+    """Pack whole samples into rows of at most ``token_budget`` tokens, filled alike (:func:`fill_rows`).
 
     With ``share_prompts`` the unit that is packed is a family of samples of one prompt, which stands in the
-    row once (:func:`titan_rl.batching.shared_prompts.families`).
-
-    The result depends on the arguments alone: equally long samples keep their order. First-fit decreasing
-    needs at most 11/9 of the fewest possible rows, plus 6/9 (Dósa 2007).
+    row once (:func:`titan_rl.batching.shared_prompts.families`). The result depends on the arguments alone.
 
     Args:
         samples: What to train on. None gives no micro-batch.
@@ -47,6 +47,8 @@ def pack(
             ``rows_per_micro_batch`` rows of the whole budget: one shape, for compilation and pipelines.
         share_prompts: Whether samples of one group and prompt share its tokens; for models whose attention
             knows branches (:func:`titan_rl.titan.branches.knows_branches`).
+        at_least: Micro-batches wanted, as many as the rank with most of them needs: what would fill fewer is
+            spread over so many. Fewer units give fewer micro-batches.
 
     Returns:
         Micro-batches of CPU tensors; each sample is in exactly one row of one of them.
@@ -63,10 +65,11 @@ def pack(
             token_budget,
             f"Round it up to {-(-max(token_budget, 1) // length_multiple) * length_multiple}.",
         )
-    rows = _rows_of(samples, budget=token_budget, share_prompts=share_prompts)
+    units = units_of(samples, budget=token_budget, share_prompts=share_prompts)
+    lengths = [num_tokens(unit, samples) for unit in units]
     micro_batches = []
-    for start in range(0, len(rows), rows_per_micro_batch):
-        chosen = rows[start : start + rows_per_micro_batch]
+    for of_units in assign_rows(lengths, token_budget, most=rows_per_micro_batch, at_least=at_least):
+        chosen = [[part for unit in row for part in units[unit]] for row in of_units]
         if pad_to == "token_budget":
             length = token_budget
             chosen = chosen + [[] for _ in range(rows_per_micro_batch - len(chosen))]
@@ -77,19 +80,109 @@ def pack(
     return micro_batches
 
 
-def _rows_of(samples: Sequence[Sample], *, budget: int, share_prompts: bool) -> list[list[Part]]:
-    """What each row holds: with shared prompts where that takes fewer tokens, and no more rows."""
+def units_of(samples: Sequence[Sample], *, budget: int, share_prompts: bool) -> list[Family]:
+    """What is packed as a whole: families that share their prompt where that takes no more rows, or samples.
+
+    Args:
+        samples: What to train on.
+        budget: Most tokens of a row.
+        share_prompts: Whether samples of one group and prompt may share its tokens.
+
+    Raises:
+        ConfigError: a sample is longer than the budget.
+    """
     check_lengths([len(sample.token_ids) for sample in samples], budget)
-    alone = _first_fit([[Part(index, 0)] for index in range(len(samples))], samples, budget)
+    alone = [[Part(index, 0)] for index in range(len(samples))]
     if not share_prompts:
         return alone
-    shared = _first_fit(families(samples, budget=budget), samples, budget)
-    return shared if len(shared) <= len(alone) else alone
+    shared = families(samples, budget=budget)
+    rows_shared, rows_alone = (
+        len(fill_rows([num_tokens(unit, samples) for unit in units], budget)) for units in (shared, alone)
+    )
+    return shared if rows_shared <= rows_alone else alone
 
 
-def _first_fit(units: Sequence[Family], samples: Sequence[Sample], budget: int) -> list[list[Part]]:
-    rows = first_fit_decreasing([num_tokens(unit, samples) for unit in units], budget)
-    return [[part for unit in row for part in units[unit]] for row in rows]
+def num_micro_batches(
+    samples: Sequence[Sample], *, token_budget: int, rows_per_micro_batch: int, share_prompts: bool = False
+) -> int:
+    """How many micro-batches :func:`pack` makes of these samples, unless asked for more.
+
+    Args:
+        samples: What to train on.
+        token_budget: Most tokens of a row.
+        rows_per_micro_batch: Most rows of a micro-batch.
+        share_prompts: As for :func:`pack`.
+    """
+    units = units_of(samples, budget=token_budget, share_prompts=share_prompts)
+    rows = fill_rows([num_tokens(unit, samples) for unit in units], token_budget)
+    return -(-len(rows) // rows_per_micro_batch)
+
+
+def assign_rows(
+    lengths: Sequence[int], budget: int, *, most: int, at_least: int = 1
+) -> list[list[list[int]]]:
+    """Micro-batches of rows of indices into ``lengths``.
+
+    As few micro-batches as hold the rows of :func:`fill_rows`, or as many as wanted, with equally many rows
+    each. Rows come in order of falling length, so that those of one micro-batch differ little; micro-batches
+    in order of falling ``sum L^2``, so that ranks, which wait for one another in each, have like ones at a
+    time.
+
+    Args:
+        lengths: In tokens.
+        budget: Most tokens of a row.
+        most: Most rows of a micro-batch.
+        at_least: Micro-batches wanted; there are fewer when there are fewer lengths.
+
+    Raises:
+        ConfigError: a length is more than the budget.
+
+    >>> assign_rows([6, 5, 4, 3], 6, most=2)
+    [[[0], [1]], [[2], [3]]]
+    """
+    rows = fill_rows(lengths, budget, at_least=at_least)
+    count = max(-(-len(rows) // most), min(at_least, len(rows)))
+    if not count:
+        return []
+    alike = fill_rows(lengths, budget, at_least=count * -(-len(rows) // count))
+    rows = alike if len(alike) <= count * most else rows
+    each, left_over = divmod(len(rows), count)  # left over where there are too few lengths
+    starts = [index * each + min(index, left_over) for index in range(count + 1)]
+    chunks = [rows[start:stop] for start, stop in itertools.pairwise(starts)]
+    return sorted(chunks, key=lambda chunk: -sum(lengths[i] ** 2 for row in chunk for i in row))
+
+
+def fill_rows(lengths: Sequence[int], budget: int, *, at_least: int = 1) -> list[list[int]]:
+    """Rows of indices into ``lengths``, as few as possible and of nearly equally many tokens.
+
+    Lengths are divided by the largest differencing method into the fewest rows for which that fits the
+    budget. Where it fits no number of rows up to that of first-fit decreasing, those are the rows; they are
+    at most 11/9 of the fewest possible, plus 6/9 (Dósa 2007).
+
+    Args:
+        lengths: In tokens.
+        budget: Most tokens of a row.
+        at_least: Rows wanted; there are fewer when there are fewer lengths.
+
+    Returns:
+        The longest row first, and in it the longest length; equal ones in their order.
+
+    Raises:
+        ConfigError: a length is more than the budget.
+
+    >>> fill_rows([2, 5, 3, 2], 8)
+    [[1, 0], [2, 3]]
+    """
+    first_fit = first_fit_decreasing(lengths, budget)
+    fewest = max(-(-sum(lengths) // budget), min(at_least, len(lengths)), 1)
+    rows = first_fit
+    for count in range(fewest, max(fewest, len(first_fit)) + 1):
+        balanced = largest_differencing(lengths, count)
+        if all(sum(lengths[i] for i in row) <= budget for row in balanced):
+            rows = [row for row in balanced if row]
+            break
+    rows = [sorted(row, key=lambda i: (-lengths[i], i)) for row in rows]
+    return sorted(rows, key=lambda row: (-sum(lengths[i] for i in row), row[0]))
 
 
 def _check_arguments(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from titan_rl.types import Sample
 
 
-def split_into_steps(samples: Sequence[Sample], num_steps: int) -> list[list[int]]:
-    """Assign whole groups to the K optimiser steps of an iteration, in order of first appearance.
+def split_into_steps(
+    samples: Sequence[Sample], num_steps: int, *, group_indices: Iterable[int] | None = None
+) -> list[list[int]]:
+    """Assign whole groups to the K optimiser steps of an iteration, in the order of their indices.
 
     Numbers of groups differ by at most one, the earlier steps having the larger share. Siblings stay
     together, so that each step has the positive and the negative advantages of a prompt.
@@ -16,6 +18,8 @@ def split_into_steps(samples: Sequence[Sample], num_steps: int) -> list[list[int
     Args:
         samples: One rank's samples of an iteration.
         num_steps: K, at least 1.
+        group_indices: Of the groups of all ranks, so that a step has the same groups on any number of ranks;
+            by default those of ``samples``.
 
     Returns:
         K lists of indices into ``samples``, rising; together they hold each index once. A list is empty when
@@ -24,11 +28,12 @@ def split_into_steps(samples: Sequence[Sample], num_steps: int) -> list[list[int
     >>> def sample(group_index):
     ...     return Sample([0, 1], [False, True], [0.0, -1.0], 0.0, group_index, 0, False)
     >>> split_into_steps([sample(7), sample(7), sample(9), sample(4), sample(9)], 2)
-    [[0, 1, 2, 4], [3]]
+    [[0, 1, 3], [2, 4]]
     """
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1; got {num_steps}.")
-    groups = list(dict.fromkeys(sample.group_index for sample in samples))
+    of_samples = (sample.group_index for sample in samples)
+    groups = sorted(set(of_samples if group_indices is None else group_indices))
     share, left_over = divmod(len(groups), num_steps)
     step_of_group: dict[int, int] = {}
     start = 0

@@ -82,6 +82,24 @@ class Architecture:
         """Numbers of one token and layer in a KV cache that no rank shares."""
         return self.latent_kv_dim or self.num_kv_heads * (self.qk_head_dim + self.v_head_dim)
 
+    @property
+    def attention_cost(self) -> float:
+        """What attending to one more token costs, as a share of a token's matrix products.
+
+        ``b / a`` of ``a L + b L^2``, the floating-point operations of a sample of L tokens: ``a = 2 x weights
+        that a token is multiplied with``, and ``b = layers x heads x (query + value width)``, in causal
+        attention half of ``2 x ... x L`` per token. Multi-head latent attention is counted as if its heads
+        were not compressed.
+        """
+        qkv = self.num_heads * self.qk_head_dim + self.num_kv_heads * (self.qk_head_dim + self.v_head_dim)
+        weights = self.vocab_size * self.dim
+        for hidden_dim, experts in zip(self.hidden_dims, self.experts, strict=True):
+            if experts is not None:
+                hidden_dim += experts.top_k * experts.hidden_dim + experts.shared_hidden_dim
+            weights += self.dim * (qkv + self.num_heads * self.v_head_dim + 3 * hidden_dim)
+        attention = self.num_layers * self.num_heads * (self.qk_head_dim + self.v_head_dim)
+        return attention / (2 * weights)
+
 
 def architecture_of(model_config: Any) -> Architecture:
     """Read the sizes off TorchTitan's configuration of a decoder.

@@ -1,12 +1,12 @@
 """The few collectives that titan_rl needs besides TorchTitan's own: of scalars, flags, a text, barriers.
 
-Rollouts go to the ranks that train on the same rows and to no others. Layers above receive a
-:class:`Collectives` and know no process group.
+Rollouts go to the ranks that train on the same rows, and a sample to the rank that trains it; to no others.
+Layers above receive a :class:`Collectives` and know no process group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -77,16 +77,56 @@ class Collectives:
         """
         if self._row_group is None:
             return [content]
-        count = dist.get_world_size(self._row_group)
+        parts = self._gather(_tensor(content), self._row_group)
+        return [bytes(part.numpy()) for part in parts]
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Integers, such as the lengths of samples, of every data-parallel rank, in their order. Collective.
+
+        Args:
+            numbers: This rank's, of any number.
+        """
+        if self._data_group is None:
+            return [list(numbers)]
+        parts = self._gather(torch.tensor(numbers, dtype=torch.int64), self._data_group)
+        return [part.tolist() for part in parts]
+
+    def _gather(self, values: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        """What each rank of a group gave, 1-d tensors of any length, on the CPU."""
+        count = dist.get_world_size(group)
         sizes = torch.zeros(count, dtype=torch.int64, device=self._device)
-        sizes[dist.get_rank(self._row_group)] = len(content)
-        dist.all_reduce(sizes, group=self._row_group)
-        longest = int(sizes.max())
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        parts = [torch.empty(longest, dtype=torch.uint8, device=self._device) for _ in range(count)]
-        dist.all_gather(parts, padded.to(self._device), group=self._row_group)
-        return [bytes(p[:n].cpu().numpy()) for p, n in zip(parts, sizes.tolist(), strict=True)]
+        sizes[dist.get_rank(group)] = len(values)
+        dist.all_reduce(sizes, group=group)
+        padded = torch.zeros(int(sizes.max()), dtype=values.dtype)
+        padded[: len(values)] = values
+        parts = [torch.empty_like(padded, device=self._device) for _ in range(count)]
+        dist.all_gather(parts, padded.to(self._device), group=group)
+        return [part[:size].cpu() for part, size in zip(parts, sizes.tolist(), strict=True)]
+
+    def send(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Give every data-parallel rank bytes of its own. Collective.
+
+        Args:
+            parts: For each of the ranks, in their order.
+
+        Returns:
+            What each of them gave to this rank.
+        """
+        if self._data_group is None:
+            return list(parts)
+        sent = torch.tensor([len(part) for part in parts], device=self._device)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._data_group)
+        sizes = received.tolist()
+        content = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        dist.all_to_all_single(
+            content,
+            _tensor(b"".join(parts)).to(self._device),
+            output_split_sizes=sizes,
+            input_split_sizes=sent.tolist(),
+            group=self._data_group,
+        )
+        return [bytes(part.numpy()) for part in content.cpu().split(sizes)]
 
     def reduce(self, values: Mapping[str, float], how: Reduction) -> dict[str, float]:
         """Reduce named scalars over the data-parallel ranks; all ranks must pass the same names.
@@ -173,6 +213,13 @@ class HostGroup:
         """As :meth:`Collectives.first`."""
         device = torch.device("cpu")
         return _first(text, rank=self.rank, world_size=self.world_size, device=device, group=self._group)
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    """Bytes as a 1-d tensor; frombuffer() takes no empty ones."""
+    if not content:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _first(

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from titan_rl.batching.micro_batch import MicroBatch, padding_fraction
-from titan_rl.batching.pack import pack
+from titan_rl.batching.micro_batch import MicroBatch
+from titan_rl.batching.pack import num_micro_batches, pack, units_of
 from titan_rl.batching.steps import split_into_steps
 from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.resilience import faults
 from titan_rl.rollout.samples import to_samples
 from titan_rl.rollout.source import Taken
 from titan_rl.titan.api import logger
+from titan_rl.titan.architecture import architecture_of
 from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.trainers import initial_weights
 from titan_rl.trainers.credit import Credit, RolloutKey, mean_by_rollout
+from titan_rl.trainers.deal import Deal
 from titan_rl.trainers.optimization import StepBatch, align_ranks, score_batch
 from titan_rl.trainers.row_shape import row_shape, shares_prompts
 from titan_rl.types import Group, Sample
@@ -36,6 +39,7 @@ class BatchMaker:
         """
         self._trainer, config, kl = trainer, trainer.config, trainer.loss_fn.kl
         self._shares_prompts = shares_prompts(config)
+        self._attention_cost = architecture_of(trainer.model_config).attention_cost
         self._old = self._scorer(trainer.policy)
         self._reference: LogprobScorer | None = None
         if trainer.needs.reference:
@@ -62,7 +66,10 @@ class BatchMaker:
         trainer.state.dropped_groups += int(trainer.collectives.reduce_scalar(len(taken.dropped), "sum"))
         per_rollout = {} if self._credit.needs_scores else self._credit.of_rollouts(groups)
         samples = to_samples(groups, mask_truncated=config.shaping.mask_truncated)
-        steps = split_into_steps(samples, config.algorithm.steps_per_iteration)
+        of_ranks = trainer.collectives.gather([group.index for group in groups])
+        steps = split_into_steps(
+            samples, config.algorithm.steps_per_iteration, group_indices=itertools.chain(*of_ranks)
+        )
         batches = [self._pack([samples[i] for i in chosen], per_rollout) for chosen in steps]
         with trainer.timer.stage("score"):
             self._score(batches)
@@ -86,7 +93,10 @@ class BatchMaker:
         return num_scored >= self._trainer.needs.smallest_group and has_baseline
 
     def _pack(self, samples: list[Sample], per_rollout: Mapping[RolloutKey, float]) -> StepBatch:
-        """Pack one step's samples; without ``per_rollout`` their advantages are assigned later."""
+        """Deal one step's samples to the ranks and pack what this one trains. Collective.
+
+        Without ``per_rollout`` their advantages are assigned later.
+        """
         trainer = self._trainer
         batching = trainer.config.batching
         advantages = [per_rollout.get((s.group_index, s.sample_index), 0.0) for s in samples]
@@ -95,21 +105,45 @@ class BatchMaker:
         may_skip = batching.skip_zero_advantages and trainer.loss_fn.is_zero_without_advantage
         if may_skip and not self._credit.needs_scores:
             chosen = [index for index in chosen if advantages[index] != 0.0]
-        packed = [samples[index] for index in chosen]
-        micro_batches = self.pack(
-            packed, [advantages[index] for index in chosen], share_prompts=self._shares_prompts
-        )
-        trainer.report.count_padding(padding_fraction(micro_batches), len(micro_batches))
+        deal = self._deal([samples[index] for index in chosen])
+        advantages = deal.to_holders([advantages[index] for index in chosen])
         batch = align_ranks(
-            micro_batches,
+            self.pack(
+                deal.held,
+                advantages,
+                share_prompts=self._shares_prompts,
+                at_least=self._num_micro_batches(deal.held),
+            ),
             num_samples=num_samples,
             num_loss_tokens=sum(sum(sample.loss_mask) for sample in samples),
             collectives=trainer.collectives,
             device=trainer.device,
             empty_shape=row_shape(trainer.config).empty,
         )
-        batch.samples = packed
+        batch.samples, batch.deal = deal.held, deal
+        trainer.report.packed(batch.micro_batches, deal, attention_cost=self._attention_cost)
         return batch
+
+    def _deal(self, samples: list[Sample]) -> Deal:
+        """Give every rank the same work. Siblings that share a prompt stay together. Collective."""
+        budget = self._trainer.config.training.seq_len
+        return Deal(
+            samples,
+            attention_cost=self._attention_cost,
+            collectives=self._trainer.collectives,
+            units=units_of(samples, budget=budget, share_prompts=self._shares_prompts),
+        )
+
+    def _num_micro_batches(self, samples: Sequence[Sample]) -> int:
+        """Micro-batches of the rank that needs most of them. Collective."""
+        config = self._trainer.config
+        needed = num_micro_batches(
+            samples,
+            token_budget=config.training.seq_len,
+            rows_per_micro_batch=row_shape(config).rows,
+            share_prompts=self._shares_prompts,
+        )
+        return int(self._trainer.collectives.reduce_scalar(needed, "max"))
 
     def _score(self, batches: Sequence[StepBatch]) -> None:
         old = self._choose_old_scorer(batches)
@@ -138,7 +172,12 @@ class BatchMaker:
         return self._old
 
     def pack(
-        self, samples: Sequence[Sample], advantages: Sequence[float], *, share_prompts: bool = False
+        self,
+        samples: Sequence[Sample],
+        advantages: Sequence[float],
+        *,
+        share_prompts: bool = False,
+        at_least: int = 1,
     ) -> list[MicroBatch]:
         """Rows as this run's layout takes them.
 
@@ -146,6 +185,7 @@ class BatchMaker:
             samples: What to score or train on.
             advantages: One a sample.
             share_prompts: Whether siblings' prompt stands in a row once.
+            at_least: Micro-batches to spread them over.
         """
         config = self._trainer.config
         shape = row_shape(config)
@@ -157,6 +197,7 @@ class BatchMaker:
             length_multiple=shape.length_multiple,
             pad_to="token_budget" if shape.is_fixed else config.batching.pad_to,
             share_prompts=share_prompts,
+            at_least=at_least,
         )
 
     def _scorer(self, model: ShardedModel) -> LogprobScorer:

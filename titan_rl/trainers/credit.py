@@ -95,7 +95,7 @@ class Credit:
         else:
             per_rollout = self.of_rollouts(groups, _sum_by_rollout(batches, penalties))
             for batch in batches:
-                values = _per_sample(batch.samples, per_rollout)
+                values = _per_sample(batch, per_rollout)
                 self._replace(batch, [spread(values, m) for m in batch.micro_batches])
         if self._shaping.whiten:
             self._whiten(batches)
@@ -126,7 +126,7 @@ class Credit:
     ) -> None:
         outcomes, weights = self._outcomes(groups), self._weights(groups)
         for step, batch in enumerate(batches):
-            values, factors = _per_sample(batch.samples, outcomes), _per_sample(batch.samples, weights)
+            values, factors = _per_sample(batch, outcomes), _per_sample(batch, weights)
             advantages: list[torch.Tensor] = []
             for i, micro_batch in enumerate(batch.micro_batches):
                 at_end = is_last_trained(micro_batch.loss_mask, micro_batch.sample_index)
@@ -179,40 +179,51 @@ def spread(values: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def mean_by_rollout(batches: Sequence[StepBatch]) -> dict[RolloutKey, float]:
-    """Mean advantage over the trained tokens of each rollout in the batches, for the record."""
-    sums: dict[RolloutKey, float] = {}
-    counts: dict[RolloutKey, int] = {}
+    """Mean advantage over the trained tokens of each rollout of this rank, for the record. Collective."""
+    means: dict[RolloutKey, float] = {}
     for batch in batches:
-        for micro_batch in batch.micro_batches:
-            mask = micro_batch.loss_mask
-            indices = micro_batch.sample_index[mask].tolist()
-            for index, value in zip(indices, micro_batch.advantages[mask].tolist(), strict=True):
-                key = _key(batch.samples[index])
-                sums[key] = sums.get(key, 0.0) + value
-                counts[key] = counts.get(key, 0) + 1
-    return {key: total / counts[key] for key, total in sums.items()}
+        totals = _sum_by_sample(batch, [m.advantages for m in batch.micro_batches])
+        counts = _sum_by_sample(batch, [m.loss_mask for m in batch.micro_batches])
+        means |= _by_rollout(batch, totals / counts.clamp(min=1))
+    return means
 
 
 def _key(sample: Sample) -> RolloutKey:
     return sample.group_index, sample.sample_index
 
 
-def _per_sample(samples: Sequence[Sample], of_rollouts: Mapping[RolloutKey, float]) -> torch.Tensor:
-    return torch.tensor([of_rollouts[_key(sample)] for sample in samples], dtype=torch.float64)
+def _per_sample(batch: StepBatch, of_rollouts: Mapping[RolloutKey, float]) -> torch.Tensor:
+    """What belongs to the rollout of each sample that this rank trains, from the rank that has its group."""
+    if batch.deal is None:
+        values = [of_rollouts[_key(sample)] for sample in batch.samples]
+    else:
+        values = batch.deal.to_holders([of_rollouts[_key(sample)] for sample in batch.deal.own])
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _by_rollout(batch: StepBatch, values: torch.Tensor) -> dict[RolloutKey, float]:
+    """The other way: a number of each sample that some rank trains, on the rank that has its group."""
+    if batch.deal is None:
+        return dict(zip(map(_key, batch.samples), values.tolist(), strict=True))
+    return dict(zip(map(_key, batch.deal.own), batch.deal.to_owners(values.tolist()), strict=True))
+
+
+def _sum_by_sample(batch: StepBatch, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``[N]`` fp64 sums of a value per token over the trained tokens of each sample that this rank trains."""
+    totals = torch.zeros(len(batch.samples), dtype=torch.float64)
+    for micro_batch, value in zip(batch.micro_batches, values, strict=True):
+        mask = micro_batch.loss_mask
+        totals.index_add_(0, micro_batch.sample_index[mask].cpu(), value[mask].double().cpu())
+    return totals
 
 
 def _sum_by_rollout(
     batches: Sequence[StepBatch], values: list[list[torch.Tensor]] | None
 ) -> dict[RolloutKey, float] | None:
-    """Sum of a value per token over the tokens of each rollout."""
+    """Sum of a value per token over the tokens of each rollout of this rank. Collective unless None."""
     if values is None:
         return None
     sums: dict[RolloutKey, float] = {}
     for batch, of_step in zip(batches, values, strict=True):
-        totals = torch.zeros(len(batch.samples), dtype=torch.float64)
-        for micro_batch, value in zip(batch.micro_batches, of_step, strict=True):
-            mask = micro_batch.loss_mask
-            totals.index_add_(0, micro_batch.sample_index[mask].cpu(), value[mask].double().cpu())
-        for sample, total in zip(batch.samples, totals.tolist(), strict=True):
-            sums[_key(sample)] = sums.get(_key(sample), 0.0) + total
+        sums |= _by_rollout(batch, _sum_by_sample(batch, of_step))
     return sums

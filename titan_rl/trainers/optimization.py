@@ -18,6 +18,7 @@ from titan_rl.policy.token_scores import LogprobScorer, token_scores
 from titan_rl.resilience import faults
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.sharded_model import Hidden, ShardedModel
+from titan_rl.trainers.deal import Deal
 from titan_rl.types import Sample
 
 _EMPTY_LENGTH = 8
@@ -34,7 +35,8 @@ class StepBatch:
         num_samples: Samples of the step over all ranks.
         num_computed_tokens: Trained tokens that are in a micro-batch, over all ranks; fewer than
             ``num_loss_tokens`` when samples without a gradient are left out.
-        samples: This rank's, those that ``sample_index`` of the micro-batches counts.
+        samples: Those that this rank trains, which ``sample_index`` of the micro-batches counts.
+        deal: How they came here; None where each rank trains what it generated.
         old_logprobs: One ``[B, T]`` per micro-batch, or empty when the policy itself is the old policy.
         ref_logprobs: One ``[B, T]`` per micro-batch, or empty without a reference.
         values: One ``[B, T]`` per micro-batch, or empty without a critic.
@@ -46,6 +48,7 @@ class StepBatch:
     num_samples: int
     num_computed_tokens: int = 0
     samples: Sequence[Sample] = ()
+    deal: Deal | None = None
     old_logprobs: list[torch.Tensor] = field(default_factory=list)
     ref_logprobs: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)

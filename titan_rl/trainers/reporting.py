@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from titan_rl.batching.balance import cost
+from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.errors import TitanRLError
 from titan_rl.observability.progress import progress_line
 from titan_rl.observability.recorder import RolloutRecorder
@@ -22,6 +24,7 @@ from titan_rl.rollout.source import Taken
 from titan_rl.titan.api import logger
 from titan_rl.titan.device import peak_memory_bytes
 from titan_rl.trainers import assembly
+from titan_rl.trainers.deal import Deal
 from titan_rl.trainers.exporting import export
 from titan_rl.trainers.model_reward import PART
 from titan_rl.trainers.optimization import StepBatch, StepResult
@@ -31,6 +34,7 @@ from titan_rl.types import Group
 if TYPE_CHECKING:
     from titan_rl.trainers.rl import RLTrainer
 
+_BALANCED = ("rows", "tokens", "cost")
 _STAGES = ("generate", "score", "train", "sync", "evaluate", "checkpoint")
 
 
@@ -76,7 +80,7 @@ class Reporter:
         self._folder = folder or Path(trainer.config.dump_folder)
         self._recorder = RolloutRecorder(self._folder / "rollouts", self._collectives.rank)
         self._summary = RunSummary()
-        self._padding: list[tuple[float, int]] = []
+        self._packed: dict[str, float] = {}
         self._measured: dict[str, float] = {}
         self._score: float | None = None
         self.reward: float | None = None
@@ -121,9 +125,25 @@ class Reporter:
         values = [r.metrics["loss/reference_kl"] for r in results if "loss/reference_kl" in r.metrics]
         return self._measured.get("reward/kl_mean", math.fsum(values) / len(values) if values else None)
 
-    def count_padding(self, fraction: float, num_micro_batches: int) -> None:
-        """Remember how much of this rank's rows was padding."""
-        self._padding.append((fraction, num_micro_batches))
+    def packed(self, micro_batches: Sequence[MicroBatch], deal: Deal, *, attention_cost: float) -> None:
+        """Remember this rank's share of a step.
+
+        Args:
+            micro_batches: Of the step, empty ones included.
+            deal: Of their samples.
+            attention_cost: As for :func:`titan_rl.batching.balance.cost`.
+        """
+        tokens = sum(batch.num_tokens for batch in micro_batches)
+        attended = sum(batch.num_attended for batch in micro_batches)
+        share = {
+            "rows": sum(bool(of_row) for batch in micro_batches for of_row in batch.document_lengths),
+            "tokens": tokens,
+            "cost": cost(tokens, attended, attention_cost),
+            "positions": sum(batch.input_ids.numel() for batch in micro_batches),
+            "held": sum(len(sample.token_ids) for sample in deal.held),
+            "moved": deal.moved_tokens,
+        }
+        self._packed = {name: self._packed.get(name, 0) + value for name, value in share.items()}
 
     def evaluation(self, groups: Sequence[Group]) -> dict[str, float]:
         """Reduce and report one evaluation.
@@ -208,10 +228,9 @@ class Reporter:
             "weight_sync/bytes": trainer.last_push.num_bytes,
             "weight_sync/gb_per_second": trainer.last_push.num_bytes / 1e9 / trainer.last_push_seconds,
             "memory/peak_gib": self._collectives.reduce_scalar(peak_memory_bytes() / 2**30, "max"),
-            "batch/padding_fraction": self._mean_padding(),
             "batch/micro_batches": sum(len(batch.micro_batches) for batch in batches),
             "policy_version": trainer.state.policy_version,
-        }
+        } | self._balance()
         elapsed = trainer.timer.elapsed()
         seconds, own_seconds = trainer.timer.take()
         metrics |= stragglers(own_seconds, _STAGES, collectives=self._collectives)
@@ -333,12 +352,18 @@ class Reporter:
             metrics["critic/skipped_steps"] = trainer.critic.skipped_steps
         return metrics | dict(trainer.lr_schedulers.get_metrics())
 
-    def _mean_padding(self) -> float:
-        taken, self._padding = self._padding, []
-        weight = sum(n for _, n in taken)
-        local = math.fsum(f * n for f, n in taken)
-        total = self._collectives.reduce({"sum": local, "weight": weight}, "sum")
-        return total["sum"] / max(total["weight"], 1)
+    def _balance(self) -> dict[str, float]:
+        """How evenly the work of the iteration lies on the data-parallel ranks, and what of it is padding."""
+        local, self._packed = self._packed, {}
+        total = self._collectives.reduce(local, "sum")
+        most = self._collectives.reduce({name: local[name] for name in _BALANCED}, "max")
+        size = self._collectives.data_size
+        return {
+            f"batch/{name}_max_over_mean": most[name] * size / max(total[name], 1) for name in _BALANCED
+        } | {
+            "batch/moved_tokens_fraction": total["moved"] / max(total["held"], 1),
+            "batch/padding_fraction": 1.0 - total["tokens"] / max(total["positions"], 1),
+        }
 
     def _seconds_left(self) -> float:
         done = self._trainer.step - self._started_step

@@ -6,6 +6,8 @@ from typing import Any
 
 from titan_rl.config.choice import build, owner_of
 from titan_rl.trainers import assembly, checks, pair_checks
+from titan_rl.trainers.batch_arithmetic import batch_plan
+from titan_rl.trainers.layout import Degrees
 
 _PAIRS = ("preference", "reward_model")
 
@@ -52,26 +54,32 @@ def describe(config: Any, trainer: str, *, world_size: int) -> list[str]:
 
 
 def _rl_numbers(config: Any, world_size: int) -> dict[str, Any]:
-    prompts, group_size = config.data.prompts_per_iteration, config.sampling.group_size
-    steps, seq_len = config.algorithm.steps_per_iteration, config.training.seq_len
-    degree = getattr(config.generator, "tensor_parallel_degree", 1)
-    num_generators = world_size // degree
-    # A generator group takes every n-th prompt, its ranks share the rollouts, steps share the groups.
-    groups = _ceil(_ceil(prompts, num_generators), steps)
-    samples = _ceil(groups * group_size, degree)
-    # First fit leaves no two rows that would go into one: every row but the last holds this many samples.
-    per_row = seq_len // (config.data.max_prompt_tokens + config.sampling.max_tokens)
-    rows = _ceil(samples, per_row)
-    most = _ceil(prompts, num_generators)
+    training = config.training
+    plan = batch_plan(
+        Degrees.of(config.parallelism, world_size),
+        world_size=world_size,
+        generator_degree=getattr(config.generator, "tensor_parallel_degree", 1),
+        prompts=config.data.prompts_per_iteration,
+        group_size=config.sampling.group_size,
+        steps=training.steps,
+        steps_per_iteration=config.algorithm.steps_per_iteration,
+        seq_len=training.seq_len,
+        sample_tokens=config.data.max_prompt_tokens + config.sampling.max_tokens,
+        rows=training.local_batch_size,
+    )
+    degree = world_size // plan.generators
     return {
-        "iterations": config.training.steps // steps,
-        "prompts": f"{prompts} per iteration",
-        "samples": f"{prompts * group_size} per iteration, {group_size} per prompt",
-        "optimiser steps": f"{config.training.steps}, {steps} per iteration",
-        "generators": f"{num_generators} of {degree} rank(s), at most {most} prompts each",
-        "rows": f"at most {rows} of {seq_len} tokens per rank and step",
-        "micro-batches": f"at most {_ceil(rows, config.training.local_batch_size)} per rank and step, "
-        f"of {config.training.local_batch_size} row(s)",
+        "iterations": plan.iterations,
+        "prompts": f"{plan.prompts} per iteration",
+        "samples": f"{plan.samples} per iteration, {config.sampling.group_size} per prompt",
+        "optimiser steps": f"{plan.steps}, {plan.steps_per_iteration} per iteration",
+        "generators": f"{plan.generators} of {degree} rank(s), at most {plan.prompts_per_generator} prompts "
+        "each",
+        "data-parallel ranks": f"{plan.data_ranks}, at most {plan.samples_per_rank} samples each per step",
+        "rows": f"at most {plan.rows_per_rank} of {plan.tokens_per_row} tokens per data-parallel rank "
+        "and step",
+        "micro-batches": f"at most {plan.micro_batches_per_rank} per data-parallel rank and step, of "
+        f"{training.local_batch_size} row(s)",
     }
 
 

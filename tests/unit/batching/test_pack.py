@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.batching.micro_batch import MicroBatch, padding_fraction
+from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.batching.pack import pack
 from titan_rl.errors import ConfigError
 from titan_rl.types import Sample
@@ -31,7 +31,7 @@ def test_two_samples_in_one_row_by_hand():
     assert batch.sample_index.tolist() == [[1, 1, 1, 0, 0, -1, -1, -1]]
     assert batch.document_lengths == [[3, 2]]
     assert (batch.num_loss_tokens, batch.num_tokens) == (2, 5)
-    assert padding_fraction([batch]) == pytest.approx(3 / 8)
+    assert batch.num_attended == 3**2 + 2**2
 
 
 @settings(max_examples=60, deadline=None)
@@ -112,7 +112,8 @@ def test_two_siblings_that_share_their_prompt_by_hand():
     assert batch.sample_index.tolist() == [[1, 1, 1, 1, 1, 0, 0]]
     assert batch.document_lengths == [[5, 2]]
     assert batch.num_tokens == 7
-    assert padding_fraction([batch]) == 0.0
+    # The longer one's 5 tokens attend to what is before them, then the sibling's two to 3 and 4.
+    assert batch.num_attended == 5**2 + (2 * 2 + 1) + (2 * 3 + 1) == 5**2 + 4**2 - 2**2
 
 
 @settings(max_examples=80, deadline=None)
@@ -200,13 +201,13 @@ def test_prompts_are_not_shared_where_that_takes_more_rows():
     assert [batch.document_lengths for batch in shared] == [[[6, 6, 6]]] * 2
 
 
-def test_first_fit_decreasing_fills_the_gaps_and_keeps_ties_in_order():
+def test_rows_are_filled_and_a_row_s_samples_come_longest_first():
     lengths = [3, 7, 3, 5, 2]
     samples = [make_sample(length) for length in lengths]
     batches = pack(samples, [0.0] * 5, token_budget=10, rows_per_micro_batch=1)
     rows = [[int(i) for i in batch.sample_index.unique() if i >= 0] for batch in batches]
     assert [batch.document_lengths for batch in batches] == [[[7, 3]], [[5, 3, 2]]]
-    assert rows == [[0, 1], [2, 3, 4]]
+    assert rows == [[1, 2], [0, 3, 4]]
 
 
 def test_rows_are_dealt_to_micro_batches_as_they_come():
@@ -230,7 +231,7 @@ def test_an_empty_micro_batch_is_one_padding_document_a_row():
     assert batch.sample_index.unique().tolist() == [-1]
     assert batch.num_loss_tokens == batch.num_tokens == 0
     assert batch.document_lengths == [[], []]
-    assert padding_fraction([batch]) == 1.0
+    assert batch.num_attended == 0
 
 
 def test_moving_a_micro_batch_moves_every_tensor():

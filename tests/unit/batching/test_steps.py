@@ -12,8 +12,13 @@ def _samples(group_indices):
     return [Sample([0, 1], [False, True], [0.0, -1.0], 0.0, index, 0, False) for index in group_indices]
 
 
-def test_whole_groups_go_to_steps_in_order_of_appearance():
+def test_whole_groups_go_to_steps_in_the_order_of_their_indices():
     assert split_into_steps(_samples([4, 4, 2, 9, 2, 9, 7]), 2) == [[0, 1, 2, 4], [3, 5, 6]]
+
+
+def test_the_groups_of_other_ranks_count():
+    assert split_into_steps(_samples([4, 9, 4]), 2, group_indices=[1, 2, 3, 4, 9, 4]) == [[], [0, 1, 2]]
+    assert split_into_steps(_samples([4, 9, 4]), 2, group_indices=[4, 7, 8, 9]) == [[0, 2], [1]]
 
 
 @given(st.lists(st.integers(0, 6), max_size=30), st.integers(1, 5))

@@ -27,17 +27,33 @@ class Alone:
     def reduce_scalar(self, value: float, how: str) -> float:
         return self.reduce({"": value}, how)[""]
 
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        return [list(numbers)]
+
+    def send(self, parts: Sequence[bytes]) -> list[bytes]:
+        return list(parts)
+
 
 class _Rank(Alone):
     def __init__(self, meeting: "_Meeting", rank: int) -> None:
         self.meeting, self.rank, self.data_rank = meeting, rank, rank
         self.world_size = self.data_size = len(meeting.slots)
 
-    def reduce(self, values: Mapping[str, float], how: str) -> dict[str, float]:
-        self.meeting.slots[self.rank] = dict(values)
+    def _meet(self, mine: Any) -> list[Any]:
+        self.meeting.slots[self.rank] = mine
         self.meeting.barrier.wait()
         everyone = list(self.meeting.slots)
         self.meeting.barrier.wait()
+        return everyone
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        return self._meet(list(numbers))
+
+    def send(self, parts: Sequence[bytes]) -> list[bytes]:
+        return [others[self.rank] for others in self._meet(list(parts))]
+
+    def reduce(self, values: Mapping[str, float], how: str) -> dict[str, float]:
+        everyone = self._meet(dict(values))
         assert all(other.keys() == values.keys() for other in everyone), "ranks must reduce the same names"
         combine = {"sum": sum, "max": max, "min": min}[how]
         return {name: float(combine([other[name] for other in everyone])) for name in values}

@@ -21,6 +21,7 @@ from titan_rl.algorithms.shaping import ShapingSection
 from titan_rl.observability.stages import StageTimer
 from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.rollout.source import Taken
+from titan_rl.titan.models import ModelSection, build_spec
 from titan_rl.trainers import initial_weights
 from titan_rl.trainers.batch_maker import BatchMaker
 from titan_rl.trainers.sections import (
@@ -51,7 +52,7 @@ class Report:
     """Remembers what it is told."""
 
     def __init__(self):
-        self.metrics, self.recorded, self.padding = {}, None, []
+        self.metrics, self.recorded, self.shares = {}, None, []
 
     def measured(self, metrics):
         self.metrics |= metrics
@@ -59,8 +60,8 @@ class Report:
     def record(self, taken, advantages):
         self.recorded = dict(advantages)
 
-    def count_padding(self, fraction, num_micro_batches):
-        self.padding.append((fraction, num_micro_batches))
+    def packed(self, micro_batches, deal, *, attention_cost):
+        self.shares.append((micro_batches, deal, attention_cost))
 
 
 class Critic:
@@ -98,6 +99,7 @@ def make_trainer(advantage=None, *, loss=None, shaping=None, collectives=None, *
         advantage=advantage,
         loss_fn=loss_fn,
         needs=needs,
+        model_config=build_spec(ModelSection(name="llama3", flavor="debugmodel")).model,
         policy=one_part(Model(0)),
         critic=Critic() if needs.critic else None,
         collectives=collectives or Alone(),
@@ -275,6 +277,48 @@ def test_counts_are_of_all_ranks_and_all_have_as_many_micro_batches(world):
     assert together == advantages_of([alone])
 
 
+@pytest.mark.parametrize("world", [2, 3, 9])
+@pytest.mark.parametrize("lopsided", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"loss": k1()},
+        {"shaping": ShapingSection(whiten=True)},
+        {"advantage": GAE(GAE.Config()), "loss": k1()},
+        {"advantage": Returns(Returns.Config(gamma=0.5))},
+    ],
+)
+def test_steps_advantages_and_records_are_those_of_one_rank(options, lopsided, world):
+    """On nine ranks some have no group, and no sample of a step."""
+    groups = make_groups(REWARDS)
+    alone = make_trainer(steps=2, skip_zero_advantages=False, **options)
+    expected = make(alone, groups)
+
+    def work(rank, collectives):
+        trainer = make_trainer(steps=2, skip_zero_advantages=False, collectives=collectives, **options)
+        mine = groups[rank::world] if not lopsided else groups if rank == 1 else []
+        batches = make(trainer, mine)
+        recorded = trainer.report.recorded
+        assert {index for index, _ in recorded} == {group.index for group in mine}
+        return batches, recorded, trainer.report.shares
+
+    found = on_ranks(world, work)
+    for step, of_one in enumerate(expected):
+        together = {}
+        for batches, _, _ in found:
+            together |= advantages_of([batches[step]])
+        right = advantages_of([of_one])
+        assert together.keys() == right.keys()
+        for key, values in together.items():
+            assert values == pytest.approx(right[key], abs=1e-5)
+    records = {key: value for _, recorded, _ in found for key, value in recorded.items()}
+    assert records == pytest.approx(alone.report.recorded, abs=1e-5)
+    assert any(deal.moved_tokens for _, _, shares in found for _, deal, _ in shares)
+    for step in range(2):
+        assert len({len(batches[step].micro_batches) for batches, _, _ in found}) == 1
+
+
 @pytest.mark.parametrize("multiple", [1, 5, 12])
 def test_rows_are_as_long_as_a_multiple_that_the_layout_asks_for(multiple):
     trainer = make_trainer(skip_zero_advantages=False, parallelism={"tensor_parallel_degree": multiple})
@@ -403,4 +447,4 @@ def test_what_is_recorded_is_what_is_trained_on(shaping):
     (batch,) = make(trainer, make_groups(REWARDS))
     expected = {key: values[0] for key, values in advantages_of([batch]).items()}
     assert trainer.report.recorded == pytest.approx(expected, abs=1e-6)
-    assert len(trainer.report.padding) == 1
+    assert len(trainer.report.shares) == 1

@@ -12,8 +12,8 @@ from itertools import groupby
 
 from titan_rl.titan.buckets import in_buckets, peak_bytes
 from titan_rl.titan.meta_model import ShardSizes, unit_of
-from titan_rl.tools.plan.arithmetic import BatchPlan
 from titan_rl.tools.plan.run_facts import RunFacts
+from titan_rl.trainers.batch_arithmetic import BatchPlan
 
 
 @dataclass(frozen=True, slots=True)

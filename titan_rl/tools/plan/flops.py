@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from titan_rl.titan.architecture import Architecture
 from titan_rl.titan.meta_model import ShardSizes, unit_of
-from titan_rl.tools.plan.arithmetic import BatchPlan
 from titan_rl.tools.plan.memory import Models
 from titan_rl.tools.plan.run_facts import RunFacts
+from titan_rl.trainers.batch_arithmetic import BatchPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.policy.teacher import teacher_spec
 from titan_rl.titan.architecture import architecture_of
 from titan_rl.titan.meta_model import shard_on_meta
-from titan_rl.tools.plan.arithmetic import BatchPlan, batch_plan
+from titan_rl.tools.plan.arithmetic import batch_plan
 from titan_rl.tools.plan.communication import Traffic, traffic, transit_bytes
 from titan_rl.tools.plan.fit import check_cache, check_memory
 from titan_rl.tools.plan.flops import Work, work
@@ -19,6 +19,7 @@ from titan_rl.tools.plan.generation import GeneratorMemory, generator_memory
 from titan_rl.tools.plan.memory import Models, RankMemory, rank_memory
 from titan_rl.tools.plan.pipeline import bubble_fraction, schedule_micro_batches
 from titan_rl.tools.plan.run_facts import GIB, RunFacts, read_run
+from titan_rl.trainers.batch_arithmetic import BatchPlan
 from titan_rl.trainers.checks import find_contradictions
 from titan_rl.trainers.layout import num_stages
 from titan_rl.trainers.layout_checks import contradictions

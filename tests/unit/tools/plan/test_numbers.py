@@ -114,20 +114,21 @@ def test_gpipe_holds_every_micro_batch_and_1f1b_as_many_as_stages_follow():
 
 
 def test_prompts_become_rows_and_micro_batches():
-    # 6 prompts on 2 generators: 3 each; 2 steps: 2 and 1; 2 x 4 = 8 samples of 40 tokens, 2 to a row of 100.
+    # 6 prompts: 3 for each of 2 generators, and for each of 2 steps; 3 x 4 = 12 samples of 40 tokens, 6 for
+    # each of 2 ranks, 2 to a row of 100.
     plan = batch_plan(run(world_size=2))
     assert (plan.generators, plan.prompts_per_generator, plan.idle_generators) == (2, 3, 0)
     assert (plan.samples, plan.samples_per_step, plan.tokens_per_step) == (24, 12, 480)
-    assert (plan.samples_per_rank, plan.rows_per_rank, plan.micro_batches_per_rank) == (8, 4, 2)
-    assert (plan.rows, plan.micro_batches, plan.iterations) == (8, 4, 10)
+    assert (plan.samples_per_rank, plan.rows_per_rank, plan.micro_batches_per_rank) == (6, 3, 2)
+    assert (plan.rows, plan.micro_batches, plan.iterations) == (6, 4, 10)
 
 
-def test_generator_groups_share_rollouts_and_model_parallel_ranks_train_on_those_of_all():
+def test_model_parallel_ranks_train_on_the_same_samples():
     facts = run(world_size=8, parallelism={"tensor_parallel_degree": 4}, generator=GeneratorFacts(degree=2))
-    # 4 generators, 2 prompts each, 1 group a step, 4 rollouts on 2 ranks: 2 a rank, of 4 ranks together 8.
+    # 4 generators, 2 prompts each; 12 samples a step on 2 data-parallel ranks of 4 each.
     plan = batch_plan(facts)
     assert (plan.generators, plan.data_ranks) == (4, 2)
-    assert (plan.samples_per_rank, plan.rows_per_rank, plan.micro_batches_per_rank) == (8, 4, 2)
+    assert (plan.samples_per_rank, plan.rows_per_rank, plan.micro_batches_per_rank) == (6, 3, 2)
 
 
 def test_generators_without_a_prompt_are_counted():
