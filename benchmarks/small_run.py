@@ -111,7 +111,7 @@ class SmallRun:
             "state": SimpleNamespace(dropped_groups=0, mean_mismatch=float("inf")),
             "timer": SimpleNamespace(stage=lambda name: nullcontext()),
             "report": SimpleNamespace(
-                record=lambda *_: None, count_padding=lambda *_: None, measured=lambda *_: None
+                record=lambda *_: None, packed=lambda *_, **__: None, measured=lambda *_: None
             ),
         }
         return cast(Any, SimpleNamespace(**attributes | changes))

@@ -35,7 +35,7 @@ from titan_rl.algorithms.corrections import (
 from titan_rl.algorithms.penalties import EntropyBonus
 from titan_rl.algorithms.preset import AlgorithmPreset
 from titan_rl.batching.micro_batch import MicroBatch
-from titan_rl.batching.pack import pack
+from titan_rl.batching.pack import pack, units_of
 from titan_rl.config.choice import build as build_part
 from titan_rl.config.registry import resolve
 from titan_rl.policy.critic import Critic, build_critic
@@ -60,6 +60,7 @@ LAYOUTS = ("eight_of_one", "one_of_eight", "packed", "shared")
 GROUPS = (((6, 10), (6, 1), (6, 6)), ((1, 4), (1, 16), (1, 2)), ((7, 5), (7, 8)))
 REWARDS = ((1.0, 0.0, 0.25), (2.0, -0.5, 0.75), (0.0, 1.5))
 LONGEST = max(p + c for group in GROUPS for p, c in group)
+ROW_TOKENS = 30
 COEFFICIENT = 0.1
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "dapo": {"correction": TruncatedTokens.Config(cap=1.05)},
@@ -138,7 +139,7 @@ def lay_out(samples: Sequence[Sample], layout: str) -> list[MicroBatch]:
         return pack(
             samples,
             [0.0] * len(samples),
-            token_budget=24,
+            token_budget=ROW_TOKENS,
             rows_per_micro_batch=1,
             share_prompts=layout == "shared",
         )
@@ -264,7 +265,8 @@ class Setup:
             mine = self.groups if self.collectives.data_rank == only else []
         samples, deal = to_samples(mine), None
         if is_dealt and only is None:
-            deal = Deal(samples, attention_cost=0.05, collectives=self.collectives)
+            units = units_of(samples, budget=ROW_TOKENS, share_prompts=layout == "shared")
+            deal = Deal(samples, attention_cost=0.05, collectives=self.collectives, units=units)
             samples = deal.held
         batch = align_ranks(
             self.laid_out(samples, layout),

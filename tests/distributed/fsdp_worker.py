@@ -469,9 +469,21 @@ def check_handshake(directory: Path) -> dict[str, Any]:
 def check_collectives(directory: Path) -> dict[str, Any]:
     rank = build(directory / "llama")
     collectives = Collectives(rank.parallel_dims, torch.device("cpu"))
-    mine = {"b": 2.0**53 + dist.get_rank() * 2, "a": dist.get_rank() + 0.5}
+    number = dist.get_rank()
+    mine = {"b": 2.0**53 + number * 2, "a": number + 0.5}
     collectives.barrier()
+    sent = [
+        [
+            f"from {number} to {to}".encode() if to != number or number else b""
+            for to in range(collectives.data_size)
+        ],
+        [b""] * collectives.data_size,
+    ]
     return {
+        "integers": [
+            collectives.gather_integers(n) for n in ([2**40 + number] * (1 + number), [7] * number, [])
+        ],
+        "sent": [[part.decode() for part in collectives.send(parts)] for parts in sent],
         "place": [collectives.rank, collectives.world_size, collectives.data_rank, collectives.data_size],
         "sum": collectives.reduce(mine, "sum"),
         "max": collectives.reduce(mine, "max"),

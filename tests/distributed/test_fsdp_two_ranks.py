@@ -114,7 +114,7 @@ def test_the_layouts_differ_as_the_comparisons_below_assume(launch):
     one, two = launch.one["step"], [rank["step"] for rank in launch.two]
     assert one["micro_batches"] == {"eight_of_one": 8, "one_of_eight": 1, "packed": 3}
     assert two[0]["micro_batches"] == {"eight_of_one": 4, "one_of_eight": 1, "packed": 3}
-    assert one["num_documents"]["packed"] == [3, 2, 3]
+    assert one["num_documents"]["packed"] == [2, 3, 3]
     assert two[1]["num_documents"]["packed"] == [4, 0, 0]  # two are empty, to stay in step
     assert one["num_documents"]["one_of_eight"] == [1] * 8
     assert one["counts"] == two[0]["counts"] == two[1]["counts"]
@@ -232,6 +232,10 @@ def test_a_push_is_refused_on_all_ranks_when_one_generator_is_at_fault(launch):
 def test_scalars_are_reduced_by_name_in_float64(launch):
     first, second = (rank["collectives"] for rank in launch.two)
     assert [first["place"], second["place"]] == [[0, 2, 0, 2], [1, 2, 1, 2]]
+    big = 2**40
+    assert first["integers"] == second["integers"] == [[[big], [big + 1, big + 1]], [[], [7]], [[], []]]
+    assert first["sent"] == [["", "from 1 to 0"], ["", ""]]
+    assert second["sent"] == [["from 0 to 1", "from 1 to 1"], ["", ""]]
     for rank in (first, second):
         assert rank["sum"] == {"a": 2.0, "b": 2.0**54 + 2}
         assert rank["max"] == {"a": 1.5, "b": 2.0**53 + 2}

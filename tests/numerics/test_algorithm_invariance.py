@@ -63,7 +63,7 @@ def test_the_comparison_compares_something(computed, name):
     counts = {layout: len(batch.micro_batches) for layout, batch in found.batches.items()}
     assert {k: counts[k] for k in ("eight_of_one", "one_of_eight")} == {"eight_of_one": 8, "one_of_eight": 1}
     tokens = {k: sum(m.num_tokens for m in found.batches[k].micro_batches) for k in ("packed", "shared")}
-    assert tokens["shared"] == tokens["packed"] - 5 - 6  # of two pairs: a row has no room for a third sample
+    assert tokens["shared"] == tokens["packed"] - 2 * 5 - 6  # of three siblings and of two
     documents = [len(m.document_lengths[0]) for m in found.batches["packed"].micro_batches]
     assert len(set(documents)) > 1
     assert max(documents) >= 2

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+_GAIN = 1.01
+"""What is done to balance work pays when the busiest rank has less than its work divided by this."""
 
 _Part = tuple[float, int, Any]
 """Its weight, its first item (so that parts of one weight have an order), and its items as nested pairs."""
@@ -18,7 +22,7 @@ def cost(num_tokens: int, num_attended: int, attention_cost: float) -> float:
 
     Args:
         num_tokens: L, or their sum without what is shared.
-        num_attended: ``L^2``, or the sum of :func:`titan_rl.batching.shared_prompts.num_attended`.
+        num_attended: ``L^2``, or :attr:`titan_rl.batching.micro_batch.MicroBatch.num_attended`.
         attention_cost: What attending to one more token costs, as a share of a token's matrix products
             (:attr:`titan_rl.titan.architecture.Architecture.attention_cost`).
 
@@ -90,27 +94,99 @@ def _items(tree: Any) -> list[int]:
     return found
 
 
-def choose_holders(costs: Sequence[Sequence[float]]) -> list[list[int]]:
-    """Which rank trains what, so that all ranks have the same work.
+class Siblings(NamedTuple):
+    """Samples that share a prompt when they stand together, by their lengths alone; or one sample.
 
-    Every rank computes the same answer from the same costs.
+    Attributes:
+        lengths: Tokens of each of them, prompt included.
+        shared: Leading tokens that all but one leave out.
+    """
+
+    lengths: Sequence[int]
+    shared: int = 0
+
+
+class _Piece(NamedTuple):
+    """Some of a family's samples, which stay together."""
+
+    family: int
+    members: list[int]
+    cost: float
+
+
+class _Division(NamedTuple):
+    """Pieces, which of them each rank has, and the work of the rank that has most."""
+
+    pieces: list[_Piece]
+    parts: list[list[int]]
+    busiest: float
+
+
+def choose_holders(families: Sequence[Sequence[Siblings]], attention_cost: float) -> list[list[list[int]]]:
+    """Which rank trains which sample, so that the busiest rank has as little work as possible.
+
+    All wait for the busiest rank. Siblings stay together, because each rank that has some of them computes
+    their prompt, unless cutting families lets the busiest rank have less work all the same. Families are cut
+    into pieces of at most the mean work of a rank, of half of it, a quarter, ... as long as that may help.
+    Every rank computes the same answer from the same lengths.
 
     Args:
-        costs: Of what each rank has, above 0.
+        families: Of every rank, in the order of the ranks.
+        attention_cost: As for :func:`cost`.
 
     Returns:
-        For everything that every rank has the rank that trains it.
+        For every rank, family and sample the rank that trains it.
 
-    >>> choose_holders([[9, 9, 9], [3]])
-    [[0, 1, 0], [1]]
+    >>> choose_holders([[Siblings([9]), Siblings([9]), Siblings([9])], [Siblings([3])]], 0.0)
+    [[[0], [1], [0]], [[1]]]
+    >>> choose_holders([[Siblings([50, 50], shared=40), Siblings([50, 50], shared=40)], []], 0.0)
+    [[[1, 1], [0, 0]], []]
+    >>> choose_holders([[Siblings([50, 50, 50, 50], shared=10)], []], 0.0)
+    [[[0, 1, 1, 0]], []]
     """
-    together = [cost for of_rank in costs for cost in of_rank]
-    holder_of = [0] * len(together)
-    for rank, items in enumerate(largest_differencing(together, len(costs))):
-        for item in items:
-            holder_of[item] = rank
-    holders, start = [], 0
-    for of_rank in costs:
-        holders.append(holder_of[start : start + len(of_rank)])
-        start += len(of_rank)
-    return holders
+    together = [family for of_rank in families for family in of_rank]
+    division = _divide(together, len(families), attention_cost)
+    holders = [[0] * len(family.lengths) for family in together]
+    for rank, numbers in enumerate(division.parts):
+        for piece in (division.pieces[number] for number in numbers):
+            for member in piece.members:
+                holders[piece.family][member] = rank
+    left = iter(holders)
+    return [[next(left) for _ in of_rank] for of_rank in families]
+
+
+def _divide(families: Sequence[Siblings], num_ranks: int, attention_cost: float) -> _Division:
+    def divided(pieces: list[_Piece]) -> _Division:
+        parts = largest_differencing([piece.cost for piece in pieces], num_ranks)
+        return _Division(pieces, parts, max(sum(pieces[i].cost for i in part) for part in parts))
+
+    best = divided(_cut(families, math.inf, attention_cost))
+    num_pieces, limit = len(families), sum(piece.cost for piece in best.pieces) / num_ranks
+    longest = max((n for family in families for n in family.lengths), default=0)
+    least = max(limit, cost(longest, longest**2, attention_cost))
+    while best.busiest > _GAIN * least and num_pieces < sum(len(family.lengths) for family in families):
+        pieces = _cut(families, limit, attention_cost)
+        limit /= 2
+        if len(pieces) == num_pieces:
+            continue
+        num_pieces = len(pieces)
+        if sum(piece.cost for piece in pieces) >= num_ranks * best.busiest:
+            break  # smaller pieces make more work still
+        other = divided(pieces)
+        if _GAIN * other.busiest < best.busiest:
+            best = other
+    return best
+
+
+def _cut(families: Sequence[Siblings], limit: float, attention_cost: float) -> list[_Piece]:
+    """Each family whole, or in equal pieces of about ``limit`` where it makes more work than that."""
+    pieces = []
+    for number, family in enumerate(families):
+        prompt = cost(family.shared, family.shared**2, attention_cost)
+        own = [cost(n, n**2, attention_cost) - prompt for n in family.lengths]
+        count = min(math.ceil((prompt + sum(own)) / limit), len(own)) if limit < math.inf else 1
+        pieces += [
+            _Piece(number, members, prompt + sum(own[i] for i in members))
+            for members in largest_differencing(own, count)
+        ]
+    return pieces

@@ -70,11 +70,6 @@ def _fitting(samples: Sequence[Sample], indices: Sequence[int], budget: int) -> 
     return made
 
 
-def num_attended(parts: Sequence[Part], samples: Sequence[Sample]) -> int:
-    """Twice the pairs of tokens of which one attends to the other: ``L^2`` for a whole sample of L tokens."""
-    return sum(len(samples[part.sample].token_ids) ** 2 - part.skipped**2 for part in parts)
-
-
 def num_tokens(parts: Sequence[Part], samples: Sequence[Sample]) -> int:
     """Tokens of a row that parts take."""
     return sum(len(samples[part.sample].token_ids) - part.skipped for part in parts)

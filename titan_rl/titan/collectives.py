@@ -80,7 +80,7 @@ class Collectives:
         parts = self._gather(_tensor(content), self._row_group)
         return [bytes(part.numpy()) for part in parts]
 
-    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+    def gather_integers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Integers, such as the lengths of samples, of every data-parallel rank, in their order. Collective.
 
         Args:
@@ -99,6 +99,8 @@ class Collectives:
         dist.all_reduce(sizes, group=group)
         padded = torch.zeros(int(sizes.max()), dtype=values.dtype)
         padded[: len(values)] = values
+        if not len(padded):
+            return [padded for _ in range(count)]
         parts = [torch.empty_like(padded, device=self._device) for _ in range(count)]
         dist.all_gather(parts, padded.to(self._device), group=group)
         return [part[:size].cpu() for part, size in zip(parts, sizes.tolist(), strict=True)]

@@ -66,7 +66,7 @@ class BatchMaker:
         trainer.state.dropped_groups += int(trainer.collectives.reduce_scalar(len(taken.dropped), "sum"))
         per_rollout = {} if self._credit.needs_scores else self._credit.of_rollouts(groups)
         samples = to_samples(groups, mask_truncated=config.shaping.mask_truncated)
-        of_ranks = trainer.collectives.gather([group.index for group in groups])
+        of_ranks = trainer.collectives.gather_integers([group.index for group in groups])
         steps = split_into_steps(
             samples, config.algorithm.steps_per_iteration, group_indices=itertools.chain(*of_ranks)
         )
@@ -125,7 +125,7 @@ class BatchMaker:
         return batch
 
     def _deal(self, samples: list[Sample]) -> Deal:
-        """Give every rank the same work. Siblings that share a prompt stay together. Collective."""
+        """Give every rank the same work, with a shared prompt counted once. Collective."""
         budget = self._trainer.config.training.seq_len
         return Deal(
             samples,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from titan_rl.batching.balance import choose_holders, cost
-from titan_rl.batching.shared_prompts import Family, Part, num_attended, num_tokens
+from titan_rl.batching.balance import Siblings, choose_holders
+from titan_rl.batching.shared_prompts import Family, Part
 from titan_rl.titan.collectives import Collectives
 from titan_rl.types import Sample
 
@@ -39,23 +39,21 @@ class Deal:
             own: To be trained on by some rank.
             attention_cost: As for :func:`titan_rl.batching.balance.cost`.
             collectives: Of the run.
-            units: What stays together, because it shares a prompt; every sample by itself by default.
+            units: What shares a prompt when it stays together; every sample by itself by default.
         """
         self.own, self._collectives = own, collectives
         rank, size = collectives.data_rank, collectives.data_size
         units = [[Part(index, 0)] for index in range(len(own))] if units is None else units
-        counts = collectives.gather([n for u in units for n in (num_tokens(u, own), num_attended(u, own))])
-        costs = [
-            [cost(n, attended, attention_cost) for n, attended in zip(of[::2], of[1::2], strict=True)]
-            for of in counts
+        lengths = [[len(own[part.sample].token_ids) for part in unit] for unit in units]
+        families = [Siblings(n, unit[-1].skipped) for n, unit in zip(lengths, units, strict=True)]
+        known = [_read(numbers) for numbers in collectives.gather_integers(_written(families))]
+        holders = choose_holders(known, attention_cost)[rank]
+        dealt = [
+            (part.sample, holder)
+            for unit, of_unit in zip(units, holders, strict=True)
+            for part, holder in zip(unit, of_unit, strict=True)
         ]
-        holders = choose_holders(costs)[rank]
-        self._sent = [
-            sorted(
-                part.sample for unit, to in zip(units, holders, strict=True) if to == other for part in unit
-            )
-            for other in range(size)
-        ]
+        self._sent = [sorted(index for index, to in dealt if to == other) for other in range(size)]
         received = collectives.send([to_bytes([own[i] for i in chosen]) for chosen in self._sent])
         parts = [from_bytes(part) for part in received]
         self._num_received = [len(part) for part in parts]
@@ -93,6 +91,19 @@ class Deal:
             for index, value in zip(chosen, array("d", part), strict=True):
                 found[index] = value
         return found
+
+
+def _written(families: Sequence[Siblings]) -> list[int]:
+    return [n for family in families for n in (len(family.lengths), family.shared, *family.lengths)]
+
+
+def _read(numbers: Sequence[int]) -> list[Siblings]:
+    families, place = [], 0
+    while place < len(numbers):
+        count, shared = numbers[place : place + 2]
+        families.append(Siblings(numbers[place + 2 : place + 2 + count], shared))
+        place += 2 + count
+    return families
 
 
 _HEADER = 4

@@ -97,7 +97,7 @@ class Reporter:
     def forget_later_steps(self) -> None:
         """Drop what was recorded of steps after the present one, which are done again. Collective."""
         trainer = self._trainer
-        self._padding, self._measured = [], {}
+        self._packed, self._measured = {}, {}
         if self._collectives.rank == 0:
             self._recorder.drop_after("train", trainer.state.iteration)
             self._recorder.drop_after("evaluation", trainer.step)

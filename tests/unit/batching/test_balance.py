@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.batching.test_pack import make_sample
-from titan_rl.batching.balance import choose_holders, cost, largest_differencing
+from titan_rl.batching.balance import Siblings, choose_holders, cost, largest_differencing
 from titan_rl.batching.pack import fill_rows, first_fit_decreasing, num_micro_batches, pack
 
 
@@ -71,17 +71,33 @@ def test_no_parts_are_refused():
         largest_differencing([1], 0)
 
 
+def holders_of(lengths, attention_cost):
+    """Of samples that share nothing."""
+    families = [[Siblings([n]) for n in of_rank] for of_rank in lengths]
+    return [[holder for (holder,) in of_rank] for of_rank in choose_holders(families, attention_cost)]
+
+
+def work_of(families, holders, num_ranks, attention_cost=0.0):
+    """Of each rank: a family's prompt once on every rank that has some of it."""
+    found = [0.0] * num_ranks
+    for family, of_family in zip(itertools.chain(*families), itertools.chain(*holders), strict=True):
+        for rank in set(of_family):
+            lengths = [n for n, holder in zip(family.lengths, of_family, strict=True) if holder == rank]
+            tokens = sum(lengths) - (len(lengths) - 1) * family.shared
+            attended = sum(n**2 for n in lengths) - (len(lengths) - 1) * family.shared**2
+            found[rank] += tokens + attention_cost * attended
+    return found
+
+
 @pytest.mark.parametrize("attention_cost", [0.0, 1e-4, 1e-2])
 @pytest.mark.parametrize("num_ranks", [2, 8, 64])
 def test_ranks_with_unequal_samples_get_equal_work(num_ranks, attention_cost):
     # Rank r generates r times as long completions as rank 0, as it may with prompts of several kinds.
     lengths = [log_normal(32, seed=r, median=20 * (r + 1)) for r in range(num_ranks)]
-    costs = [[cost(n, n * n, attention_cost) for n in of_rank] for of_rank in lengths]
-    found = [0.0] * num_ranks
-    for of_rank, holders in zip(costs, choose_holders(costs), strict=True):
-        for value, holder in zip(of_rank, holders, strict=True):
-            found[holder] += value
-    before, mean = [sum(of_rank) for of_rank in costs], sum(found) / num_ranks
+    families = [[Siblings([n]) for n in of_rank] for of_rank in lengths]
+    found = work_of(families, choose_holders(families, attention_cost), num_ranks, attention_cost)
+    before = [sum(cost(n, n * n, attention_cost) for n in of_rank) for of_rank in lengths]
+    mean = sum(found) / num_ranks
     assert sum(before) / num_ranks == pytest.approx(mean)
     assert max(before) > 1.2 * mean
     assert max(found) < 1.001 * mean
@@ -90,15 +106,60 @@ def test_ranks_with_unequal_samples_get_equal_work(num_ranks, attention_cost):
 def test_work_that_grows_with_the_square_is_not_divided_by_tokens():
     # One sample of 100 tokens costs as much as four of 50 when only attention counts.
     lengths = [100, 50, 50, 50, 50]
-    of_squares, of_tokens = (
-        choose_holders([[cost(n, n * n, attention) for n in lengths], []])[0] for attention in (1e6, 0.0)
-    )
+    of_squares, of_tokens = (holders_of([lengths, []], attention)[0] for attention in (1e6, 0.0))
     assert of_squares.count(of_squares[0]) == 1
     assert of_tokens.count(of_tokens[0]) == 2
 
 
 def test_fewer_samples_than_ranks_leave_ranks_without_any():
-    assert choose_holders([[5, 7], [], []]) == [[1, 0], [], []]
+    assert holders_of([[5, 7], [], []], 0.0) == [[1, 0], [], []]
+
+
+@pytest.mark.parametrize(
+    ("families", "work"),
+    [
+        # Four families of a prompt of 90 and four completions of 10, two for each rank.
+        ([Siblings([100] * 4, 90)] * 4, [260, 260]),
+        # One family: half of it with 10 of the prompt again, instead of all of it on one rank.
+        ([Siblings([100] * 8, 10)], [370, 370]),
+        # Completions of 4: another prompt of 1,000 saves the busiest rank less than a hundredth.
+        ([Siblings([1004] * 4, 1000)], [1016, 0]),
+        # Of a large and a small family the large one is cut, once.
+        ([Siblings([60] * 6, 40), Siblings([45] * 2, 40)], [150, 100]),
+    ],
+)
+def test_siblings_stay_together_unless_the_busiest_rank_has_less_work_without(families, work):
+    found = work_of([families, []], choose_holders([families, []], 0.0), 2)
+    assert sorted(found) == sorted(work)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(
+        st.lists(
+            st.builds(
+                lambda shared, own: Siblings([shared + n for n in own], shared),
+                st.integers(0, 60),
+                st.lists(st.integers(1, 60), min_size=1, max_size=6),
+            ),
+            max_size=4,
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.sampled_from([0.0, 0.5]),
+)
+def test_the_busiest_rank_has_no_more_work_than_with_whole_families_or_with_samples_one_by_one(
+    families, attention_cost
+):
+    holders = choose_holders(families, attention_cost)
+    assert [[len(f) for f in rank] for rank in holders] == [[len(f.lengths) for f in r] for r in families]
+    found = max(work_of(families, holders, len(families), attention_cost))
+    whole = [work_of([[f]], [[[0] * len(f.lengths)]], 1, attention_cost)[0] for r in families for f in r]
+    alone = [cost(n, n * n, attention_cost) for r in families for f in r for n in sorted(f.lengths)[::-1]]
+    for weights, gain in ((whole, 1.0), (alone, 1.01)):
+        most = max(sums(weights, largest_differencing(weights, len(families))))
+        assert found <= gain * most * (1 + 1e-9)
 
 
 # ----------------------------------------------------------------------------------------------------- rows
@@ -155,8 +216,7 @@ def test_less_than_a_twentieth_of_log_normal_samples_is_padding(num_ranks, rows,
     lengths = log_normal(256 * num_ranks, seed=seed)
     shares = [[] for _ in range(num_ranks)]
     split = [lengths[r::num_ranks] for r in range(num_ranks)]
-    costs = [[cost(n, n * n, 1e-4) for n in of_rank] for of_rank in split]
-    for of_rank, holders in zip(split, choose_holders(costs), strict=True):
+    for of_rank, holders in zip(split, holders_of(split, 1e-4), strict=True):
         for length, holder in zip(of_rank, holders, strict=True):
             shares[holder].append(make_sample(length))
     options = {"token_budget": token_budget, "rows_per_micro_batch": rows}

@@ -42,6 +42,15 @@ def test_one_rank_gets_its_own_values_back_under_their_names(make, how):
 
 
 @pytest.mark.parametrize("make", [alone, in_a_group])
+def test_numbers_and_bytes_come_back(make):
+    collectives = make()
+    for numbers in ([], [3, -(2**62), 0]):
+        assert collectives.gather_integers(numbers) == [numbers]
+    for content in (b"", b"\0\xff" * 1000):
+        assert collectives.send([content]) == [content]
+
+
+@pytest.mark.parametrize("make", [alone, in_a_group])
 def test_flags_and_texts_are_those_of_this_rank(make):
     collectives = make()
     assert collectives.any(True)

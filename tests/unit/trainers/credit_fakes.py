@@ -27,7 +27,7 @@ class Alone:
     def reduce_scalar(self, value: float, how: str) -> float:
         return self.reduce({"": value}, how)[""]
 
-    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+    def gather_integers(self, numbers: Sequence[int]) -> list[list[int]]:
         return [list(numbers)]
 
     def send(self, parts: Sequence[bytes]) -> list[bytes]:
@@ -46,7 +46,7 @@ class _Rank(Alone):
         self.meeting.barrier.wait()
         return everyone
 
-    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+    def gather_integers(self, numbers: Sequence[int]) -> list[list[int]]:
         return self._meet(list(numbers))
 
     def send(self, parts: Sequence[bytes]) -> list[bytes]:

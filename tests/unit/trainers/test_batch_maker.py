@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchtitan.config import ParallelismConfig
 
-from tests.unit.rollout.rollout_fakes import make_rollout
+from tests.unit.rollout.rollout_fakes import make_prompts, make_rollout
 from tests.unit.titan.trainer_fakes import one_part
 from tests.unit.trainers.credit_fakes import Alone, advantages_of, by_rollout, make_groups, on_ranks
 from titan_rl.algorithms.advantages import GAE, GreedyBaseline, GroupNormalized, Returns
@@ -22,7 +22,7 @@ from titan_rl.observability.stages import StageTimer
 from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.rollout.source import Taken
 from titan_rl.titan.models import ModelSection, build_spec
-from titan_rl.trainers import initial_weights
+from titan_rl.trainers import batch_maker, initial_weights
 from titan_rl.trainers.batch_maker import BatchMaker
 from titan_rl.trainers.sections import (
     AlgorithmSection,
@@ -30,6 +30,7 @@ from titan_rl.trainers.sections import (
     RLBatchingSection,
     SamplingSection,
 )
+from titan_rl.types import Group
 
 REWARDS = {3: [1.0, 0.0, 0.5], 4: [2.0, None, 0.0, 1.0], 7: [0.25, 0.75], 9: [1.0, 1.0]}
 
@@ -317,6 +318,31 @@ def test_steps_advantages_and_records_are_those_of_one_rank(options, lopsided, w
     assert any(deal.moved_tokens for _, _, shares in found for _, deal, _ in shares)
     for step in range(2):
         assert len({len(batches[step].micro_batches) for batches, _, _ in found}) == 1
+
+
+def test_a_shared_prompt_is_computed_once_for_its_group_on_one_of_two_ranks(monkeypatch):
+    monkeypatch.setattr(batch_maker, "shares_prompts", lambda config: True)
+    prompt = make_prompts(1)[0][1]
+    groups = [
+        Group(
+            prompt,
+            index,
+            [
+                make_rollout(prompt_tokens=(3,) * 20, tokens=(7,) * 5, sample_index=i, reward=float(i))
+                for i in range(3)
+            ],
+        )
+        for index in range(4)
+    ]
+
+    def work(rank, collectives):
+        trainer = make_trainer(skip_zero_advantages=False, collectives=collectives)
+        trainer.config.training.seq_len = 120
+        (batch,) = make(trainer, groups if rank == 0 else [])
+        return sum(m.num_tokens for m in batch.micro_batches)
+
+    # Two groups each: 20 + 5 + 2 x (the prompt's last token and 5).
+    assert on_ranks(2, work) == [74, 74]
 
 
 @pytest.mark.parametrize("multiple", [1, 5, 12])

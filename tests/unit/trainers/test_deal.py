@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.trainers.credit_fakes import Alone, make_groups, on_ranks
-from titan_rl.batching.pack import units_of
+from titan_rl.batching.pack import pack, units_of
 from titan_rl.rollout.samples import to_samples
 from titan_rl.trainers.deal import Deal, from_bytes, to_bytes
 from titan_rl.types import Sample
@@ -87,23 +87,49 @@ def test_a_number_that_is_none_survives():
     assert math.isnan(deal.to_holders([math.nan])[0])
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_siblings_that_share_a_prompt_are_trained_on_one_rank(world):
-    """Groups 4 and 7 have prompts of two tokens, 3 and 9 of one, which leaves nothing to share."""
-    groups = make_groups(REWARDS | {10: [1.0, 0.0, 0.5, 2.0], 13: [1.0, 1.0]})
+def siblings(group, prompt, completions):
+    """Samples of one group."""
+    return [
+        Sample(
+            [group] * prompt + [50 + index] * count,
+            [False] * prompt + [True] * count,
+            [0.0] * prompt + [-0.5] * count,
+            0.0,
+            group,
+            index,
+            False,
+        )
+        for index, count in enumerate(completions)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_together", "tokens"),
+    [
+        # Of prompts of 20 one rank has two and computes each once: 20 + 5 + 2 x (5 + 1), twice.
+        ([[5, 5, 5]] * 4, 4, [74, 74]),
+        # The eight of one prompt go to both: 20 + 9 + 3 x (9 + 1) each.
+        ([[9] * 8], 0, [59, 59]),
+    ],
+)
+def test_siblings_share_a_prompt_on_the_rank_that_trains_them(groups, num_together, tokens):
+    together = [s for index, of_group in enumerate(groups) for s in siblings(index, 20, of_group)]
 
     def work(rank, collectives):
-        samples = to_samples(groups if rank == 0 else [])
-        units = units_of(samples, budget=64, share_prompts=True)
+        samples = together if rank == 0 else []
+        units = units_of(samples, budget=120, share_prompts=True)
         deal = Deal(samples, attention_cost=0.1, collectives=collectives, units=units)
-        assert deal.to_owners(deal.to_holders([float(i) for i in range(len(samples))])) == [
-            float(i) for i in range(len(samples))
-        ]
-        return deal.held
+        numbers = [float(i) for i in range(len(samples))]
+        assert deal.to_owners(deal.to_holders(numbers)) == numbers
+        packed = pack(
+            deal.held, [0.0] * len(deal.held), token_budget=120, rows_per_micro_batch=1, share_prompts=True
+        )
+        return deal.held, sum(batch.num_tokens for batch in packed)
 
-    held = on_ranks(world, work)
-    assert sorted((s for of_rank in held for s in of_rank), key=key) == sorted(to_samples(groups), key=key)
-    for index in (4, 7, 10, 13):
-        assert sum(any(s.group_index == index for s in of_rank) for of_rank in held) == 1
-    work_of = [sum(len(s.token_ids) for s in of_rank) for of_rank in held]
-    assert min(work_of) > 0
+    found = on_ranks(2, work)
+    assert sorted((s for held, _ in found for s in held), key=key) == together
+    ranks_of = [
+        sum(any(s.group_index == index for s in held) for held, _ in found) for index in range(len(groups))
+    ]
+    assert ranks_of.count(1) == num_together
+    assert [count for _, count in found] == tokens

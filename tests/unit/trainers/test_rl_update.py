@@ -165,7 +165,7 @@ class Report(SimpleNamespace):
             _folder=folder,
             _recorder=SimpleNamespace(drop_after=lambda *_: None),
             _summary=RunSummary(scores={0: 0.1, 2: 0.2, 4: 0.4}),
-            _padding=[(0.9, 5)],
+            _packed={"rows": 5},
             _measured={"reward/kl_mean": 7.0},
         )
 
@@ -173,7 +173,7 @@ class Report(SimpleNamespace):
 def test_after_a_roll_back_nothing_is_reported_of_the_iteration_that_was_undone(tmp_path):
     report = Report(tmp_path, rank=1)
     report.forget_later_steps()
-    assert (report._padding, report._measured) == ([], {})
+    assert (report._packed, report._measured) == ({}, {})
     assert report._summary.scores == {0: 0.1, 2: 0.2}
 
 
