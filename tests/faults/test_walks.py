@@ -69,10 +69,13 @@ def test_killed_at_every_point_on_either_rank(
 
 
 @pytest.mark.faults
-def test_killed_at_every_point_with_vllm(tmp_path: Path, whole: Callable[[str], runs.Run]) -> None:
+@pytest.mark.parametrize("first_rank", [0, 1])
+def test_killed_at_every_point_with_vllm(
+    first_rank: int, tmp_path: Path, whole: Callable[[str], runs.Run]
+) -> None:
     pytest.importorskip("vllm")
-    job = walk(tmp_path, whole, "vllm", walks.plan(walks.EVERY_POINT, first_rank=0))
-    walks.note("R1 grpo with vLLM", job)
+    job = walk(tmp_path, whole, "vllm", walks.plan(walks.EVERY_POINT, first_rank=first_rank))
+    walks.note(f"R1 grpo with vLLM, first on rank {first_rank}", job)
 
 
 @pytest.mark.faults
@@ -85,6 +88,16 @@ def test_killed_under_torchrun_where_every_restart_imports_everything(
     planted = walks.plan(FOR_MAKE_TEST, first_rank=1)
     job = walk(tmp_path, whole, variant, planted, launcher="torchrun")
     walks.note(f"R1 {variant}, torchrun", job)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("variant", ["grpo", "vllm"])
+def test_killed_under_our_launcher(variant: str, tmp_path: Path, whole: Callable[[str], runs.Run]) -> None:
+    if variant == "vllm":
+        pytest.importorskip("vllm")
+    planted = walks.plan(FOR_MAKE_TEST, first_rank=1)
+    job = walk(tmp_path, whole, variant, planted, launcher="launch")
+    walks.note(f"R1 {variant}, titan_rl.launch", job)
 
 
 @pytest.mark.faults

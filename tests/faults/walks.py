@@ -52,7 +52,11 @@ EVERY_POINT = (
 """Every point with the step in which it is met. Between two faults of step 3 nothing is saved: each start is
 killed before the run has come any further. Rank 0 may still make a commit before which rank 1 is killed."""
 
-SECONDS_PER_FAULT = {"warm": 60, "torchrun": 120}  # a deadline for a machine that is busy with other tests
+SECONDS_PER_FAULT = {
+    "warm": 60,
+    "launch": 60,
+    "torchrun": 120,
+}  # a deadline for a machine that is busy with other tests
 
 
 @dataclass(slots=True)
@@ -64,7 +68,8 @@ class Job:
         started: Time of the start, in seconds since the epoch.
         mark: What the environment of all its processes holds.
         temporary: Their directory for temporary files.
-        launcher: ``torchrun``, or ``warm`` for :mod:`tests.faults.warm_agent`.
+        launcher: ``torchrun``; ``launch`` for :mod:`titan_rl.launch`; ``warm`` for
+            :mod:`tests.faults.warm_agent`.
         fewest: Complete checkpoints at every moment after the first was complete; None before.
     """
 
@@ -107,15 +112,16 @@ def start(
         overrides: ``"section.key", value`` pairs besides ``SETTINGS``.
         planted: Its faults.
         ranks: Number of processes.
-        launcher: ``torchrun`` or ``warm``.
+        launcher: ``torchrun``, ``launch`` or ``warm``.
         max_restarts: Another number of restarts.
     """
     restarts = str(len(planted) if max_restarts is None else max_restarts)
     options = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     command = [sys.executable, "-m", "tests.faults.warm_agent", *options]
-    if launcher == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval=0.1"]
-        command += [*options, "-m", "titan_rl.train"]
+    if launcher != "warm":
+        module = {"torchrun": "torch.distributed.run", "launch": "titan_rl.launch"}[launcher]
+        command = [sys.executable, "-m", module, "--standalone", "--monitor-interval=0.1", *options]
+        command += ["-m", "titan_rl.train"] if launcher == "torchrun" else []
     arguments = runs.arguments(jobs.CONFIGS / "grpo.toml", (*SETTINGS, *overrides), folder)
     # Not below the test's own: the path of a socket has at most 107 characters.
     temporary, mark = Path(tempfile.mkdtemp(prefix="job_")), uuid.uuid4().hex
@@ -129,14 +135,18 @@ def start(
     return job
 
 
-def finish(job: Job, *, code: int = 0) -> None:
+def finish(job: Job, *, code: int = 0, deadline: float | None = None) -> None:
     """Wait for the end, within the deadline, and look at what holds for every job.
 
     Each fault has left its witness and one line in the log; nothing that belonged to the job is left; and at
     no moment was there no complete checkpoint, once there was one.
+
+    Args:
+        job: Under way.
+        code: The agent's exit code.
+        deadline: In seconds; by default so much for each fault.
     """
-    deadline = SECONDS_PER_FAULT[job.launcher] * (len(job.planted) + 2)
-    codes = job.run.wait(deadline)
+    codes = job.run.wait(deadline or SECONDS_PER_FAULT[job.launcher] * (len(job.planted) + 2))
     job.is_over.set()
     assert codes == [code], job.run.tail()
     missing = set(job.planted) - set(faults.witnesses(job.run.folder))

@@ -94,7 +94,7 @@ class VllmGenerator(InProcessGenerator):
             "enable_prefix_caching": config.enable_prefix_caching,
         }
         with preserved_random_state(), preserved_threads(context.run_threads):
-            self._vllm = _import_engine(context.run_threads)
+            self._vllm = import_engine(context.run_threads)
             self._engine: Any = self._vllm.build_engine(arguments | self._device_arguments(config))
 
     def _device_arguments(self, config: Config) -> dict[str, Any]:
@@ -204,10 +204,10 @@ def vllm_supports(architecture: str) -> bool:
         ConfigError: vLLM is not installed.
     """
     with preserved_random_state():
-        return architecture in _import_engine(run_threads=None).supported_architectures()
+        return architecture in import_engine(run_threads=None).supported_architectures()
 
 
-def _import_engine(run_threads: int | None) -> ModuleType:
+def import_engine(run_threads: int | None) -> ModuleType:
     """Import the module that imports vLLM. Late, because vLLM reads its environment when imported."""
     set_vllm_environment(run_threads)
     try:
