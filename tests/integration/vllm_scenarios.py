@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tests.integration.tiny_models import VOCAB_SIZE, moe_weights, weights
 from titan_rl.errors import TitanRLError
 from titan_rl.generation.protocol import GeneratorContext, generate
-from titan_rl.generation.vllm import VllmGenerator, vllm_supports
+from titan_rl.generation.vllm import VllmGenerator
 from titan_rl.types import Completion, GenerationRequest, SamplingParams, WeightUpdate
 
 MAX_MODEL_LEN = 128
@@ -184,7 +184,6 @@ def single(directory: Path) -> dict[str, Any]:
         facts["unwritten_moe"] = generator.load_weights(expert_update).unwritten
     facts["probe_moe"] = generator.prompt_logprobs([PREFIX])
     facts["process_state_kept"] = [a == b for a, b in zip(before, process_state(), strict=True)]
-    facts["supports"] = [vllm_supports("LlamaForCausalLM"), vllm_supports("NoSuchModel")]
     return facts
 
 

@@ -149,10 +149,7 @@ def correct(one, batch):
         arguments["advantages"] = batch.advantages
     result = function(log_ratio, mask, **arguments)
     if isinstance(result, torch.Tensor):
-        return correction.rejecting(
-            correction.Weights(mask.to(batch.old.dtype), torch.zeros_like(mask), torch.zeros_like(mask)),
-            result,
-        )
+        return correction.Weights((mask & ~result).to(batch.old.dtype), torch.zeros_like(mask), result)
     return result
 
 

@@ -130,10 +130,6 @@ class PromptEncoder:
         """Return the length of each prompt, in tokens."""
         return [len(ids) for ids in self._encode_texts([self.render(prompt.messages) for prompt in prompts])]
 
-    def fits(self, prompt: Prompt) -> bool:
-        """Whether a prompt has at most ``max_prompt_tokens`` tokens."""
-        return self.num_tokens([prompt])[0] <= self.max_prompt_tokens
-
     def encode_with_answer(self, prompt: Prompt) -> tuple[list[int], list[bool]]:
         """Return a supervised sequence: prompt, reference answer, end of sequence.
 
@@ -250,14 +246,10 @@ class LengthReport:
     Attributes:
         num_prompts: Prompts of the dataset.
         num_too_long: Those with more than ``max_prompt_tokens`` tokens.
-        longest_tokens: Length of the longest prompt, in tokens.
-        first_too_long_id: Id of the first that is too long.
     """
 
     num_prompts: int
     num_too_long: int
-    longest_tokens: int
-    first_too_long_id: str | None
 
 
 def check_prompts(
@@ -291,7 +283,7 @@ def check_prompts(
                 kept.append(index)
             elif first is None:
                 first = prompts[index - start].id
-    report = LengthReport(len(dataset), len(dataset) - len(kept), longest, first)
+    report = LengthReport(len(dataset), len(dataset) - len(kept))
     if not report.num_too_long:
         return dataset, report
     if too_long == "error" or not kept:

@@ -140,15 +140,11 @@ class PreferenceReport:
 
     Attributes:
         num_preferences: Preferences of the dataset.
-        num_pairs: Those with both completions.
         num_too_long: Those that were left out because they are too long.
-        longest_tokens: Tokens of the longest document.
     """
 
     num_preferences: int
-    num_pairs: int
     num_too_long: int
-    longest_tokens: int
 
 
 def check_preferences(
@@ -176,19 +172,17 @@ def check_preferences(
     Raises:
         ConfigError: a pair is incomplete, identical or too long, or nothing is left.
     """
-    kept, num_pairs, longest, first = [], 0, 0, ""
+    kept, first = [], ""
     for index in range(len(dataset)):
         encoded = encode(preference_of(dataset[index]), encoder)
         preference, lengths = encoded.preference, encoded.lengths
-        num_pairs += preference.is_pair
         if pairs_for is not None and not preference.is_pair:
             raise _no_pair(preference, pairs_for)
-        longest = max(longest, *lengths)
         if max(lengths) <= row_tokens and (rows > 1 or sum(lengths) <= row_tokens):
             kept.append(index)
         elif not first:
             first = f"{preference.id} has {' and '.join(map(str, lengths))} tokens"
-    report = PreferenceReport(len(dataset), num_pairs, len(dataset) - len(kept), longest)
+    report = PreferenceReport(len(dataset), len(dataset) - len(kept))
     if not first:
         return dataset, report
     if too_long == "error" or not kept:

@@ -31,21 +31,6 @@ class Weights(NamedTuple):
     """[B, T] bool, True where a trained token is left out."""
 
 
-class WeightSums(NamedTuple):
-    """0-d tensors without grad, to be summed over micro-batches and ranks."""
-
-    num_tokens: torch.Tensor
-    """int64, trained tokens."""
-    sum: torch.Tensor
-    """Sum of the weights."""
-    sum_of_squares: torch.Tensor
-    """Sum of the squared weights."""
-    num_truncated: torch.Tensor
-    """int64, tokens whose weight is the cap."""
-    num_rejected: torch.Tensor
-    """int64, trained tokens left out."""
-
-
 def mismatch_log_ratio(
     trainer_logprobs: torch.Tensor, generator_logprobs: torch.Tensor, loss_mask: torch.Tensor
 ) -> torch.Tensor:
@@ -276,70 +261,24 @@ def reject_negative_samples_by_mean_k1(
     return loss_mask & (advantages < 0) & (mean > max_kl)
 
 
-def rejecting(weights: Weights, is_rejected: torch.Tensor) -> Weights:
-    """Weights with further tokens left out.
-
-    Args:
-        weights: Of any function above.
-        is_rejected: ``[B, T]`` bool, True for the tokens to leave out.
-
-    Returns:
-        The weights, 0 at the rejected tokens, where nothing counts as truncated any more.
-
-    >>> log_ratio, mask = torch.tensor([3.0, 1.0]).log(), torch.tensor([True, True])
-    >>> both = rejecting(truncated_token_weights(log_ratio, mask, cap=2.0), torch.tensor([True, False]))
-    >>> both.weights.tolist(), both.is_truncated.tolist(), both.is_rejected.tolist()
-    ([0.0, 1.0], [False, False], [True, False])
-    """
-    check_same_shape(weights=weights.weights, is_rejected=is_rejected)
-    return Weights(
-        torch.where(is_rejected, 0.0, weights.weights),
-        weights.is_truncated & ~is_rejected,
-        weights.is_rejected | is_rejected,
-    )
-
-
-def weight_sums(weights: Weights, loss_mask: torch.Tensor) -> WeightSums:
-    """What the metrics of a correction are made of.
-
-    Args:
-        weights: Of any function above.
-        loss_mask: ``[B, T]`` bool, True where a token is trained.
-
-    Returns:
-        Sums over the trained tokens of this micro-batch.
-    """
-    check_same_shape(weights=weights.weights, loss_mask=loss_mask)
-    selected = torch.where(loss_mask, weights.weights.detach(), 0.0)
-    return WeightSums(
-        num_tokens=loss_mask.sum(),
-        sum=selected.sum(),
-        sum_of_squares=selected.square().sum(),
-        num_truncated=(loss_mask & weights.is_truncated).sum(),
-        num_rejected=(loss_mask & weights.is_rejected).sum(),
-    )
-
-
-def effective_sample_fraction(sums: WeightSums) -> torch.Tensor:
-    """Effective sample size of the weights over the number of tokens, ``(sum w)^2 / (n sum w^2)``.
+def effective_sample_fraction(mean: float, mean_of_squares: float) -> float:
+    """Effective sample size of weights over the number of tokens, ``mean(w)^2 / mean(w^2)``.
 
     Source: Kong 1992, "A note on importance sampling using standardized weights". 1 when all weights are
-    equal, 1/n when one token carries them all. It is not a mean: compute it from the sums over all
+    equal, 1/n when one token carries them all. It is not a mean itself: compute it from the means over all
     micro-batches and ranks.
 
     Args:
-        sums: Of the tokens to measure.
+        mean: Of the weights of the tokens to measure.
+        mean_of_squares: Of the squares of the same weights.
 
     Returns:
-        A 0-d tensor in [0, 1]; 0 when there is no token or no weight.
+        A number in [0, 1]; 0 when there is no weight.
 
-    >>> mask = torch.tensor([True, True])
-    >>> weights = Weights(torch.tensor([1.0, 3.0]), ~mask, ~mask)
-    >>> effective_sample_fraction(weight_sums(weights, mask)).item()
-    0.800000011920929
+    >>> effective_sample_fraction(2.0, 5.0)  # weights of 1 and 3
+    0.8
     """
-    denominator = sums.num_tokens * sums.sum_of_squares
-    return torch.where(denominator > 0, sums.sum.square() / denominator.clamp(min=1e-38), 0.0)
+    return mean**2 / mean_of_squares if mean_of_squares > 0 else 0.0
 
 
 def _truncated(log_weight: torch.Tensor, loss_mask: torch.Tensor, cap: float) -> Weights:

@@ -195,18 +195,6 @@ class VllmGenerator(InProcessGenerator):
         return self._vllm.held_checksums(self._engine)
 
 
-def vllm_supports(architecture: str) -> bool:
-    """Whether vLLM has its own model for an ``architectures`` entry of a Hugging Face ``config.json``.
-
-    Imports vLLM (seconds). ``vllm_supports("LlamaForCausalLM")`` is true.
-
-    Raises:
-        ConfigError: vLLM is not installed.
-    """
-    with preserved_random_state():
-        return architecture in import_engine(run_threads=None).supported_architectures()
-
-
 def import_engine(run_threads: int | None) -> ModuleType:
     """Import the module that imports vLLM. Late, because vLLM reads its environment when imported."""
     set_vllm_environment(run_threads)

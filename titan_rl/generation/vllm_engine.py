@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from vllm import EngineArgs, LLMEngine, ModelRegistry, RequestOutput
+from vllm import EngineArgs, LLMEngine, RequestOutput
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -83,11 +83,6 @@ def cpu_arguments(max_model_len: int, kv_cache_gib: float) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, max_model_len),
     }
-
-
-def supported_architectures() -> set[str]:
-    """Return the Hugging Face architecture names that vLLM has its own model for."""
-    return set(ModelRegistry.get_supported_archs())
 
 
 def add_completion_request(engine: LLMEngine, request: GenerationRequest) -> None:

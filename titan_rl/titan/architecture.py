@@ -19,15 +19,12 @@ class Experts:
         top_k: Experts that a token goes to.
         hidden_dim: F of one expert.
         shared_hidden_dim: F of the experts that every token goes to; 0 without.
-        is_bf16: Whether the experts compute in bf16 whatever the model does, as TorchTitan's grouped matrix
-            product does.
     """
 
     num_experts: int
     top_k: int
     hidden_dim: int
     shared_hidden_dim: int = 0
-    is_bf16: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +73,6 @@ class Architecture:
     def num_experts(self) -> int:
         """Routed experts of a layer that has them; 0 for a dense model."""
         return next((experts.num_experts for experts in self.experts if experts is not None), 0)
-
-    @property
-    def kv_numbers_per_token(self) -> int:
-        """Numbers of one token and layer in a KV cache that no rank shares."""
-        return self.latent_kv_dim or self.num_kv_heads * (self.qk_head_dim + self.v_head_dim)
 
     @property
     def attention_cost(self) -> float:
@@ -147,5 +139,4 @@ def _experts(moe: Any) -> Experts | None:
         top_k=moe.router.top_k,
         hidden_dim=inner.hidden_dim,
         shared_hidden_dim=0 if shared is None else shared.w1.out_features,
-        is_bf16=not type(inner).__qualname__.startswith("CpuExperts"),
     )

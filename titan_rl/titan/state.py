@@ -9,24 +9,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 
-def iterate_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate the state dict module by module.
-
-    TorchTitan's fused attention replicates its weights in ``state_dict()``; going module by module, only
-    one layer is replicated at a time.
-
-    Args:
-        model: A TorchTitan decoder.
-
-    Yields:
-        TorchTitan's name and the tensor, sharded as it is.
-    """
-    for prefix, module in parts(model):
-        yield from module.state_dict(prefix=prefix).items()
-
-
 def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate ``(prefix, module)`` of the parts that are converted together: one layer, the embedding, ..."""
+    """Iterate ``(prefix, module)`` of the parts that are converted together: one layer, the embedding, ...
+
+    TorchTitan's fused attention replicates its weights in ``state_dict()``; going part by part, only one
+    layer is replicated at a time.
+    """
     for name, child in model.named_children():
         if name == "layers":
             for index, layer in child.named_children():

@@ -328,7 +328,6 @@ VLLM_IMPORTS = {
     "vllm": {
         "EngineArgs": "The engine's settings.",
         "LLMEngine": "The engine.",
-        "ModelRegistry": "Architectures that vLLM has its own model for.",
         "RequestOutput": "A finished request.",
         "SamplingParams": "How one request is sampled.",
     },
@@ -360,7 +359,6 @@ VLLM_REACHED = {
         "LLMEngine.sleep": "CUDA: gives memory back while the trainer works.",
         "LLMEngine.step": "Computes one token of every running request.",
         "LLMEngine.wake_up": "Undoes the sleep.",
-        "ModelRegistry.get_supported_archs": "Early refusal of an architecture that vLLM does not know.",
         "RequestOutput.outputs": "Tokens and log-probabilities.",
         "RequestOutput.prompt_logprobs": "Scores of the handshake's probe.",
     },

@@ -154,7 +154,7 @@ def hf_config(config: Any) -> dict[str, Any]:
     return hf_from_spec(cast(ModelSpec, config.model_spec))
 
 
-def build_generator(trainer: RLTrainer, data: RunData) -> Generator:
+def build_generator(trainer: RLTrainer) -> Generator:
     """Build the generator that ``[generator]`` names. Collective."""
     config = trainer.config
     model_dir = ""

@@ -13,6 +13,7 @@ import torch
 from titan_rl.algorithms.interfaces import LossInputs
 from titan_rl.algorithms.loss import Loss
 from titan_rl.batching.micro_batch import MicroBatch
+from titan_rl.functional.correction import effective_sample_fraction
 from titan_rl.policy.teacher import Teacher
 from titan_rl.policy.token_scores import LogprobScorer, token_scores
 from titan_rl.resilience import faults
@@ -233,8 +234,8 @@ def reduce_metrics(
     maxima = {name: max(values) for name, values in stacked.items() if name.endswith("/max")}
     reduced: dict[str, Any] = collectives.reduce(sums, "sum") | collectives.reduce(maxima, "max")
     square = reduced.pop("correction_weight_square/mean", None)
-    if square is not None:  # not a mean itself, so it comes from sums over everything
-        effective = reduced["correction_weight/mean"] ** 2 / square if square > 0 else 0.0
+    if square is not None:
+        effective = effective_sample_fraction(reduced["correction_weight/mean"], square)
         reduced["effective_sample_fraction/mean"] = effective
     return {
         f"loss/{name.removesuffix('/mean').replace('/max', '_max')}": value for name, value in reduced.items()

@@ -99,7 +99,7 @@ class RLTrainer(ResilientTrainer):
         self.critic = self._build_critic()
         self.teacher = self._build_teacher()
         self.data = data
-        self.generator = assembly.build_generator(self, data)
+        self.generator = assembly.build_generator(self)
         self.rewards = assembly.build_rewards(config)
         self.runner = assembly.build_runner(self, data)
         self.model_reward = None if config.reward_model is None else ModelReward(self, config.reward_model)

@@ -1,4 +1,4 @@
-"""Weights and rejections for the mismatch: hand-computed numbers, and the sums that metrics are made of."""
+"""Weights and rejections for the mismatch: hand-computed numbers, and the effective sample size."""
 
 import math
 
@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.functional import correction
-from titan_rl.functional.correction import Weights
 
 NAN = float("nan")
 MASK = torch.tensor([[False, True, True, True, True, True, False]])
@@ -73,14 +72,6 @@ def test_only_samples_with_a_negative_advantage_and_a_policy_that_left_them_are_
     assert _trained(both) == [True, True, False, False, True]
 
 
-def test_a_rejected_token_is_no_longer_truncated():
-    weights = correction.truncated_token_weights(LOG_RATIO, MASK, cap=2.0)
-    found = correction.rejecting(weights, MASK & (RATIOS == 4.0))
-    assert _trained(found.weights) == [0.0, 0.25, 2.0, 1.5, 0.4]
-    assert _trained(found.is_truncated) == [False, False, True, False, False]
-    assert _trained(found.is_rejected) == [True, False, False, False, False]
-
-
 def test_a_generator_that_is_the_trainer_gives_ones_and_rejects_nothing():
     zero = torch.zeros_like(LOG_RATIO)
     for found in (
@@ -95,42 +86,23 @@ def test_a_generator_that_is_the_trainer_gives_ones_and_rejects_nothing():
     assert not correction.reject_samples_by_mean_k3(zero, MASK, **options, max_kl=0.0).any()
 
 
-def test_sums_of_weights_by_hand_and_over_micro_batches():
-    weights = correction.truncated_token_weights(LOG_RATIO, MASK, cap=2.0)
-    whole = correction.weight_sums(weights, MASK)
-    # Weights 2, 0.25, 2, 1.5, 0.4.
-    assert whole.num_tokens.item() == 5
-    assert whole.num_truncated.item() == 2
-    assert whole.num_rejected.item() == 0
-    assert whole.sum.item() == pytest.approx(6.15)
-    assert whole.sum_of_squares.item() == pytest.approx(10.4725)
-    fraction = correction.effective_sample_fraction(whole).item()
-    assert fraction == pytest.approx(6.15**2 / (5 * 10.4725))
-    parts = [
-        correction.weight_sums(Weights(*(part[:, columns] for part in weights)), MASK[:, columns])
-        for columns in (slice(0, 3), slice(3, 7))
-    ]
-    joined = correction.WeightSums(*(sum(values) for values in zip(*parts, strict=True)))
-    assert correction.effective_sample_fraction(joined).item() == pytest.approx(fraction)
+def test_the_effective_sample_fraction_by_hand():
+    weights = correction.truncated_token_weights(LOG_RATIO, MASK, cap=2.0).weights[MASK]
+    assert weights.tolist() == pytest.approx([2.0, 0.25, 2.0, 1.5, 0.4])
+    found = correction.effective_sample_fraction(6.15 / 5, 10.4725 / 5)
+    assert found == pytest.approx(6.15**2 / (5 * 10.4725))
+    measured = correction.effective_sample_fraction(weights.mean().item(), weights.square().mean().item())
+    assert measured == pytest.approx(found)
+    assert correction.effective_sample_fraction(0.0, 0.0) == 0.0  # no token, or no weight
 
 
 @given(st.lists(st.floats(0.0, 20.0), min_size=1, max_size=20))
 def test_the_effective_sample_fraction_lies_between_one_over_n_and_one(weights):
     values = torch.tensor(weights, dtype=torch.float64)
-    mask = torch.ones(len(weights), dtype=torch.bool)
-    found = correction.effective_sample_fraction(
-        correction.weight_sums(Weights(values, ~mask, ~mask), mask)
-    ).item()
+    found = correction.effective_sample_fraction(values.mean().item(), values.square().mean().item())
     if values.square().sum() * len(weights) < 1e-30:
         return
     assert 1 / len(weights) - 1e-9 <= found <= 1 + 1e-9
-
-
-def test_without_tokens_or_weight_the_effective_sample_fraction_is_zero_and_not_nan():
-    nothing = torch.zeros(3)
-    for mask in (torch.zeros(3, dtype=torch.bool), torch.ones(3, dtype=torch.bool)):
-        sums = correction.weight_sums(Weights(nothing, ~mask, ~mask), mask)
-        assert correction.effective_sample_fraction(sums).item() == 0.0
 
 
 def test_bounds_out_of_range_are_refused():

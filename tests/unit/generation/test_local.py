@@ -22,7 +22,6 @@ from titan_rl.titan.attention import use_cpu_attention
 from titan_rl.titan.experts import use_cpu_experts
 from titan_rl.titan.hf_config import spec_from_hf
 from titan_rl.titan.models import build_unsharded
-from titan_rl.titan.state import iterate_state
 from titan_rl.types import Completion, FinishReason, GenerationRequest, SamplingParams, WeightUpdate
 
 device.install()
@@ -416,7 +415,7 @@ def test_a_model_without_an_adapter_takes_the_weights_under_torchtitans_names(
     generator = LocalGenerator(
         LocalGenerator.Config(), dataclasses.replace(context, model_config=model_config, adapter=None)
     )
-    assert generator.load_weights(update(iterate_state(uncached))).unwritten == ()
+    assert generator.load_weights(update(uncached.state_dict().items())).unwritten == ()
     requests = make_requests()
     for request, completion in zip(requests, generate(generator, requests, 60), strict=True):
         tokens = torch.tensor([request.prompt_token_ids + completion.token_ids])

@@ -15,7 +15,7 @@ from tests.unit.titan.tiny_models import build_titan, load_titan, make_peer
 from titan_rl.errors import ConfigError
 from titan_rl.titan import weights
 from titan_rl.titan.hf_config import hf_from_spec, read_hf_config, spec_from_hf
-from titan_rl.titan.state import iterate_state
+from titan_rl.titan.state import parts
 from titan_rl.titan.weights import (
     WeightStream,
     export_hf,
@@ -240,9 +240,9 @@ def test_a_bias_of_the_router_that_no_generator_knows_is_refused():
 def test_a_part_at_a_time_is_the_whole_state(directory):
     model = load_titan(directory)
     state = model.state_dict()
-    parts = dict(iterate_state(model))
-    assert list(parts) == list(state)
-    assert all(torch.equal(parts[name], state[name]) for name in state)
+    found = {n: t for prefix, part in parts(model) for n, t in part.state_dict(prefix=prefix).items()}
+    assert list(found) == list(state)
+    assert all(torch.equal(found[name], state[name]) for name in state)
 
 
 # ---------------------------------------------------------------------------------------------------- export

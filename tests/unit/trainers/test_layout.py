@@ -253,8 +253,8 @@ def test_expert_parallelism_cuts_rows_over_tensor_ranks_without_sequence_paralle
         ("qwen3", "0.6B", {"dim": 1024, "num_layers": 28, "num_heads": 16, "num_kv_heads": 8,
                            "qk_head_dim": 128, "is_tied": True, "has_qk_norm": True,
                            "is_complex_rope": False, "has_fused_qkv": True}),
-        ("qwen3", "30B-A3B", {"num_experts": 128, "num_kv_heads": 4, "kv_numbers_per_token": 4 * 256}),
-        ("deepseek_v3", "16B", {"num_layers": 27, "latent_kv_dim": 576, "kv_numbers_per_token": 576}),
+        ("qwen3", "30B-A3B", {"num_experts": 128, "num_kv_heads": 4, "qk_head_dim": 128, "v_head_dim": 128}),
+        ("deepseek_v3", "16B", {"num_layers": 27, "latent_kv_dim": 576}),
     ],
 )  # fmt: skip
 def test_an_architecture_is_read_off_torchtitans_configuration(name, flavor, expected):

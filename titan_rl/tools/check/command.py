@@ -61,7 +61,7 @@ def run(document: Document, trainer: str, *, config_path: str, overrides: Sequen
         (directory / "job.json").write_text(json.dumps(job), encoding="utf-8")
         _launch(directory, max(layout.world_size for layout in layouts))
         comparisons = compare_all(directory, layouts)
-    print(render(comparisons, notes_of(config, layouts)))
+    print(render(comparisons, notes_of(config)))
     return 0 if all(c.is_equal for c in comparisons) else 1
 
 
@@ -120,12 +120,11 @@ def _read(directory: Path, number: int) -> Step:
     return Step(losses, load_file(directory / f"{number}.safetensors"))
 
 
-def notes_of(config: Any, layouts: Sequence[Layout]) -> list[str]:
+def notes_of(config: Any) -> list[str]:
     """What was not covered, and why.
 
     Args:
         config: The user's.
-        layouts: Of the check.
     """
     notes = [
         "weights, lengths and sizes of the run itself: the model is small and random, the rollouts synthetic",
@@ -141,4 +140,4 @@ def notes_of(config: Any, layouts: Sequence[Layout]) -> list[str]:
         notes.append("batching.skip_zero_advantages: the check computes every sample")
     if config.sampling.group_size > 4:
         notes.append(f"sampling.group_size = {config.sampling.group_size}: at most 4 here")
-    return [*not_covered(config.parallelism, layouts), *notes]
+    return [*not_covered(config.parallelism), *notes]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -100,12 +99,11 @@ def layouts_of(parallelism: Any) -> list[Layout]:
     return chosen
 
 
-def not_covered(parallelism: Any, layouts: Sequence[Layout]) -> list[str]:
+def not_covered(parallelism: Any) -> list[str]:
     """What of the user's layout is not checked, and why.
 
     Args:
         parallelism: TorchTitan's section.
-        layouts: From :func:`layouts_of`.
     """
     notes = []
     axes = axes_in_use(parallelism)

@@ -52,7 +52,7 @@ def test_copies_of_the_whole_model_are_the_data_parallel_ranks_where_it_is_not_s
 
 def test_what_a_pair_of_axes_leaves_out_is_said():
     parallelism = ParallelismConfig(tensor_parallel_degree=8, pipeline_parallel_degree=2)
-    notes = not_covered(parallelism, layouts_of(parallelism))
+    notes = not_covered(parallelism)
     assert "shard x tensor x pipeline together" in notes[0]
     assert "tensor_parallel_degree = 8" in notes[1]
 
