@@ -13,6 +13,7 @@ import torch
 from titan_rl.errors import NonFiniteError, RollBackError
 from titan_rl.resilience import evidence
 from titan_rl.resilience.guard import GradientGuard
+from titan_rl.resilience.skip_limit import SkipLimit
 from titan_rl.titan.api import logger
 
 if TYPE_CHECKING:
@@ -26,32 +27,71 @@ class BadSteps:
         guard: Judges gradient norms. Part of the checkpoint.
     """
 
-    def __init__(self, trainer: ResilientTrainer) -> None:
+    def __init__(self, trainer: ResilientTrainer, *, look_at: str) -> None:
         """Know of no step yet.
 
         Args:
             trainer: After TorchTitan has built it.
+            look_at: Where causes are to be found, for messages.
         """
         config: Any = trainer.config
-        self._trainer = trainer
+        self._trainer, self._look_at = trainer, f"{look_at} and at optimizer.lr"
         self._section = config.resilience
         self.guard = GradientGuard(spike_factor=self._section.spike_factor, max_norm=config.training.max_norm)
+        self._limit = SkipLimit(self._section.max_skipped_steps, look_at=self._look_at)
         self._returns: Counter[int] = Counter()
 
-    def keep(
+    def applied(self, grad_norm: float) -> None:
+        """A step changed the weights.
+
+        Args:
+            grad_norm: Of its gradient, before clipping.
+        """
+        self._limit.applied()
+        self.guard.applied(grad_norm)
+
+    def leave_out(self, cause: str) -> None:
+        """A step changes nothing.
+
+        Args:
+            cause: Why, as a clause.
+
+        Raises:
+            NonFiniteError: more steps in a row were left out than ``resilience.max_skipped_steps``.
+        """
+        logger.warning("Step %d is skipped: %s.", self._trainer.step, cause)
+        self._limit.skipped(cause)
+
+    def refuse(
         self,
         cause: str,
         *,
         losses: Sequence[float],
         tensors: Callable[[int], Mapping[str, torch.Tensor]],
     ) -> None:
-        """Write the micro-batch that looks worst, on the rank where it looks worst. Collective.
+        """Leave out a step whose gradient must not be applied, and do what was configured. Collective.
 
         Args:
-            cause: Why the step is not applied, as a clause.
+            cause: What is wrong with the gradient, as a clause.
             losses: Of this rank's micro-batches.
             tensors: From the number of a micro-batch to its contents.
+
+        Raises:
+            NonFiniteError: the run ends.
+            RollBackError: it goes back to its newest checkpoint.
         """
+        self._keep(cause, losses=losses, tensors=tensors)
+        self.leave_out(cause)
+        self.act(cause)
+
+    def _keep(
+        self,
+        cause: str,
+        *,
+        losses: Sequence[float],
+        tensors: Callable[[int], Mapping[str, torch.Tensor]],
+    ) -> None:
+        """Write the micro-batch that looks worst, on the rank where it looks worst. Collective."""
         trainer = self._trainer
         badness = evidence.badness(losses)
         largest = trainer.control.largest(badness)
@@ -109,7 +149,7 @@ class BadSteps:
         if self._returns[to] > limit:
             raise NonFiniteError(
                 f"The run would go back to step {to} for the {self._returns[to]}th time, more often than "
-                "resilience.max_skipped_steps. Look at the data and at optimizer.lr."
+                f"resilience.max_skipped_steps. Look at {self._look_at}."
             )
         logger.warning("Step %d was bad: going back to the checkpoint of step %d.", trainer.step, to)
         checkpointer.load(step=to)

@@ -26,10 +26,9 @@ from titan_rl.observability.stages import StageTimer
 from titan_rl.policy.reference_cache import ReferenceCache
 from titan_rl.resilience.manifest import Facts
 from titan_rl.resilience.saving import CheckpointManager
-from titan_rl.resilience.skip_limit import SkipLimit
 from titan_rl.resilience.state import RunState, seed_process
 from titan_rl.titan import waiting
-from titan_rl.titan.api import Profiler, Trainer, logger, set_pg_timeouts
+from titan_rl.titan.api import Profiler, Trainer, set_pg_timeouts
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.models import ModelSection
 from titan_rl.titan.sharded_model import Hidden, ShardedModel
@@ -143,9 +142,6 @@ class PairTrainer(ResilientTrainer):
         if self.config.checkpoint.enable:  # otherwise TorchTitan's checkpointer has no states
             self.checkpointer.states["pair_state"] = self.state
         self.timer = StageTimer(waiting.waited_seconds)
-        self.skip_limit = SkipLimit(
-            config.resilience.max_skipped_steps, look_at="the data and at optimizer.lr"
-        )
         self.load_initial_weights()
         self.report = PairReporter(self)
 
@@ -235,7 +231,7 @@ class PairTrainer(ResilientTrainer):
                 self._go_back()
                 continue
             self.state.iteration += 1
-            if self._evaluation_is_due():
+            if self.is_due(self.config.evaluation.interval_steps):
                 self.evaluate()
             self.report.step(outcome)
             with self.timer.stage("checkpoint"):
@@ -267,10 +263,13 @@ class PairTrainer(ResilientTrainer):
                 self.optimizers.step()
                 self.lr_schedulers.step()
                 self.state.policy_version += 1
-                self.skip_limit.applied()
-                self.bad_steps.guard.applied(grad_norm)
+                self.bad_steps.applied(grad_norm)
             else:
-                self._skip(cause, batches, parts)
+                self.state.skipped_steps += 1
+                losses = [float(part["loss/mean"]) for part in parts]
+                self.bad_steps.refuse(
+                    cause, losses=losses, tensors=lambda number: batches[number].micro_batch.tensors()
+                )
         tokens = sum(batch.micro_batch.num_tokens for batch in batches)
         self.ntokens_seen += tokens
         return StepOutcome(
@@ -453,23 +452,9 @@ class PairTrainer(ResilientTrainer):
         self.checkpointer.load(step=self.config.checkpoint.load_step)
         set_pg_timeouts(timedelta(seconds=self.config.comm.train_timeout_seconds), self.parallel_dims)
 
-    def _skip(
-        self, cause: str, batches: Sequence[PairBatch], parts: Sequence[dict[str, torch.Tensor]]
-    ) -> None:
-        self.state.skipped_steps += 1
-        logger.warning("Step %d is skipped: %s.", self.step, cause)
-        losses = [float(part["loss/mean"]) for part in parts]
-        self.bad_steps.keep(cause, losses=losses, tensors=lambda n: batches[n].micro_batch.tensors())
-        self.skip_limit.skipped(cause)
-        self.bad_steps.act(cause)
-
     def _go_back(self) -> None:
         """Go on from the newest checkpoint, with the preferences after those that have been drawn."""
         cursor, skipped = self.state.cursor, self.state.skipped_steps
         self.bad_steps.go_back()
         self.state.cursor, self.state.skipped_steps = cursor, skipped
         self.report.forget_later_steps()
-
-    def _evaluation_is_due(self) -> bool:
-        interval = self.config.evaluation.interval_steps
-        return self.step >= self.config.training.steps or bool(interval and self.step % interval == 0)

@@ -28,6 +28,7 @@ class ResilientTrainer(Trainer):
 
     Attributes:
         kind: The trainer's name in manifests: a value of the root key ``trainer``.
+        look_at: Where the cause of a bad step is to be found, for messages.
         outcome: How the loop ended.
         control: What this rank knows about requests to save or to stop.
         at_safe_point: Called first at every safe point.
@@ -35,6 +36,7 @@ class ResilientTrainer(Trainer):
     """
 
     kind = ""
+    look_at = "the data"
     outcome: Outcome = "done"
     control: StopControl
     at_safe_point: Callable[[], None] | None = None
@@ -63,7 +65,7 @@ class ResilientTrainer(Trainer):
             stop_after_minutes=section.stop_after_minutes,
             group=HostGroup(timedelta(seconds=longest)),
         )
-        self.bad_steps = BadSteps(self)
+        self.bad_steps = BadSteps(self, look_at=self.look_at)
         if config.checkpoint.enable:
             self.checkpointer.states["guard"] = self.bad_steps.guard
             self.checkpointer.policy = SavePolicy(
@@ -78,6 +80,15 @@ class ResilientTrainer(Trainer):
     def has_work_left(self) -> bool:
         """Whether something of the steps that are done is still to be done."""
         return False
+
+    def is_due(self, interval_steps: int) -> bool:
+        """Whether what is done every so many steps, and after the last one, is to be done now.
+
+        Args:
+            interval_steps: How many; 0: after the last step only.
+        """
+        is_last = self.step >= self.config.training.steps
+        return is_last or bool(interval_steps and self.step % interval_steps == 0)
 
     def should_continue_training(self) -> bool:
         """The safe point: do what was asked for, then say whether there is another step. Collective.

@@ -56,6 +56,7 @@ class RLTrainer(ResilientTrainer):
     """
 
     kind = "rl"
+    look_at = "the rollouts"
 
     @dataclass(kw_only=True, slots=True)
     class Config(RLConfig):
@@ -147,7 +148,7 @@ class RLTrainer(ResilientTrainer):
             self.state.iteration += 1
             self._adapt_kl_coefficient(results, batches)
             self.sync_weights()
-            if self._evaluation_is_due():
+            if self.is_due(self.config.evaluation.interval_steps):
                 self.evaluate()
             self.report.iteration(taken, batches, results)
             with self.timer.stage("checkpoint"):
@@ -232,7 +233,9 @@ class RLTrainer(ResilientTrainer):
             NonFiniteError: as for :meth:`update`.
         """
         if batch.num_loss_tokens == 0:
-            return self._skip(float("nan"), {}, "no token to train on in any rank")
+            self.state.skipped_steps += 1
+            self.bad_steps.leave_out("no token to train on in any rank")
+            return StepResult(is_applied=False, grad_norm=math.nan, metrics={})
         with self.timer.stage("train"):
             self.optimizers.zero_grad(set_to_none=True)
             parts = forward_backward(
@@ -252,19 +255,17 @@ class RLTrainer(ResilientTrainer):
                 metrics["loss/kl_coefficient"] = self.loss_fn.kl.coefficient
             cause = self.bad_steps.guard.fault(grad_norm)
             if cause is not None:
+                self.state.skipped_steps += 1
                 losses = [float(part["loss/mean"]) for part in parts]
-                self.bad_steps.keep(cause, losses=losses, tensors=batch.tensors)
-                result = self._skip(grad_norm, metrics, cause)
-                self.bad_steps.act(cause)
-                return result
+                self.bad_steps.refuse(cause, losses=losses, tensors=batch.tensors)
+                return StepResult(is_applied=False, grad_norm=grad_norm, metrics=metrics)
             self.checkpointer.maybe_wait_for_staging()
             self.optimizers.step()
             self.lr_schedulers.step()
             faults.at("optimizer.after")
         self.state.policy_version += 1
         self.ntokens_seen += sum(micro_batch.num_tokens for micro_batch in batch.micro_batches)
-        self.skip_limit.applied()
-        self.bad_steps.guard.applied(grad_norm)
+        self.bad_steps.applied(grad_norm)
         return StepResult(is_applied=True, grad_norm=grad_norm, metrics=metrics)
 
     def sync_weights(self) -> None:
@@ -300,7 +301,6 @@ class RLTrainer(ResilientTrainer):
     # ------------------------------------------------------------------------------------------ details
 
     timer: StageTimer
-    skip_limit: SkipLimit
     critic_skip_limit: SkipLimit
 
     def has_work_left(self) -> bool:
@@ -319,10 +319,10 @@ class RLTrainer(ResilientTrainer):
     def _resume(self) -> None:
         """Restore the newest checkpoint of this run, if there is one."""
         self.timer = StageTimer(waiting.waited_seconds)
-        largest = self.config.resilience.max_skipped_steps
-        self.skip_limit = SkipLimit(largest, look_at="the rollouts and at optimizer.lr")
         self.critic_skip_limit = SkipLimit(
-            largest, of="the critic", look_at="the rewards and at critic.optimizer.lr"
+            self.config.resilience.max_skipped_steps,
+            of="the critic",
+            look_at="the rewards and at critic.optimizer.lr",
         )
         self._first_kl_coefficient = self.loss_fn.kl.coefficient
         self.checkpointer.load(step=self.config.checkpoint.load_step)
@@ -346,12 +346,6 @@ class RLTrainer(ResilientTrainer):
     def _restore_kl_coefficient(self) -> None:
         moved = self.state.kl_coefficient
         self.loss_fn.kl.coefficient = self._first_kl_coefficient if math.isnan(moved) else moved
-
-    def _skip(self, grad_norm: float, metrics: dict[str, float], cause: str) -> StepResult:
-        self.state.skipped_steps += 1
-        logger.warning("Step %d is skipped: %s.", self.step, cause)
-        self.skip_limit.skipped(cause)
-        return StepResult(is_applied=False, grad_norm=grad_norm, metrics=metrics)
 
     def _check_rewards(self, taken: Taken) -> None:
         rollouts = [r for g in (*taken.groups, *taken.dropped) for r in g.rollouts]
@@ -377,10 +371,6 @@ class RLTrainer(ResilientTrainer):
         adapted = self.loss_fn.kl.adapted(measured, sum(batch.num_samples for batch in batches))
         if adapted != self.loss_fn.kl.coefficient:  # a fixed one stays the configuration's, also on resume
             self.loss_fn.kl.coefficient = self.state.kl_coefficient = adapted
-
-    def _evaluation_is_due(self) -> bool:
-        interval = self.config.evaluation.interval_steps
-        return self.step >= self.config.training.steps or bool(interval and self.step % interval == 0)
 
     def _build_critic(self) -> Critic | None:
         if not self.needs.critic:

@@ -17,8 +17,7 @@ from titan_rl import heartbeat
 from titan_rl.errors import RollBackError
 from titan_rl.resilience.manifest import Facts, HeldOut
 from titan_rl.resilience.saving import CheckpointManager
-from titan_rl.resilience.skip_limit import SkipLimit
-from titan_rl.titan.api import CrossEntropyLoss, Trainer, logger
+from titan_rl.titan.api import CrossEntropyLoss, Trainer
 from titan_rl.titan.clipping import seen_norms
 from titan_rl.titan.models import ModelSection
 from titan_rl.trainers import assembly, checks, initial_weights
@@ -92,9 +91,6 @@ class SupervisedTrainer(ResilientTrainer):
         # TorchTitan saves before it validates: the score of the step is to stand in the manifest.
         self.checkpointer.defers = config.validator.enable
         self.left_over = LeftOver()
-        self.skip_limit = SkipLimit(
-            config.resilience.max_skipped_steps, look_at="the data and at optimizer.lr"
-        )
         # Inputs, labels and loss of the step's micro-batches.
         self._seen: list[tuple[Any, Any, torch.Tensor]] = []
         if config.validator.enable:
@@ -139,17 +135,13 @@ class SupervisedTrainer(ResilientTrainer):
         cause = self.bad_steps.guard.fault(grad_norm)
         if cause is not None:
             raise _BadGradientError(cause)
-        self.skip_limit.applied()
-        self.bad_steps.guard.applied(grad_norm)
+        self.bad_steps.applied(grad_norm)
 
     def _refuse(self, cause: str) -> None:
         """Leave the step out, or go back and on with the documents after those that have been drawn."""
-        logger.warning("Step %d is skipped: %s.", self.step, cause)
         losses = [float(loss) for _, _, loss in self._seen]
-        self.bad_steps.keep(cause, losses=losses, tensors=self._micro_batch)
-        self.skip_limit.skipped(cause)
         try:
-            self.bad_steps.act(cause)
+            self.bad_steps.refuse(cause, losses=losses, tensors=self._micro_batch)
         except RollBackError:
             position = self.dataloader.state_dict()
             self.bad_steps.go_back()
