@@ -7,11 +7,14 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import titan_rl
 from titan_rl.config.entry import read_checked
+from titan_rl.config.toml import Document
 from titan_rl.errors import ConfigError, TitanRLError
 
 
@@ -37,6 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+Commands = Any
+"""What ``add_subparsers`` returns, whose type argparse does not export."""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="titan-rl",
@@ -45,7 +52,22 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (
+        _add_doctor,
+        _add_validate,
+        _add_plan,
+        _add_check,
+        _add_prepare,
+        _add_conformance,
+        _add_checkpoints,
+        _add_export,
+        _add_version,
+    ):
+        add(commands)
+    return parser
 
+
+def _add_doctor(commands: Commands) -> None:
     doctor = commands.add_parser("doctor", help="check this installation", allow_abbrev=False)
     doctor.add_argument("--json", action="store_true", help="print a JSON array instead of lines")
     doctor.add_argument(
@@ -56,6 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
 
+
+def _add_validate(commands: Commands) -> None:
     validate = commands.add_parser(
         "validate",
         help="check a configuration without starting anything",
@@ -73,6 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument("--data", action="store_true", help="also open the prompts and encode each once")
     validate.set_defaults(run=_validate)
 
+
+def _add_plan(commands: Commands) -> None:
     plan = commands.add_parser(
         "plan",
         help="say what a run would need: mesh, batch, memory, traffic, without a GPU",
@@ -94,6 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     plan.set_defaults(run=_plan)
 
+
+def _add_check(commands: Commands) -> None:
     check = commands.add_parser(
         "check",
         help="compute a step of a small model in several layouts and compare loss and gradients",
@@ -104,11 +132,15 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("config", metavar="CONFIG.toml")
     check.set_defaults(run=_check)
 
+
+def _add_prepare(commands: Commands) -> None:
     prepare = commands.add_parser("prepare", help="make a model directory", allow_abbrev=False)
     prepare.add_argument("model", choices=["smollm2"])
     prepare.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR")
     prepare.set_defaults(run=_prepare)
 
+
+def _add_conformance(commands: Commands) -> None:
     conformance = commands.add_parser(
         "conformance",
         help="compute every loss and advantage on the data of a file, to compare with another framework",
@@ -121,6 +153,8 @@ def _parser() -> argparse.ArgumentParser:
     conformance.add_argument("--float64", action="store_true", help="compute in float64 instead of fp32")
     conformance.set_defaults(run=_conformance)
 
+
+def _add_checkpoints(commands: Commands) -> None:
     checkpoints = commands.add_parser(
         "checkpoints",
         help="list what a run has saved, and what of it can be used",
@@ -131,6 +165,8 @@ def _parser() -> argparse.ArgumentParser:
     checkpoints.add_argument("--verify", action="store_true", help="also read and hash every file")
     checkpoints.set_defaults(run=_checkpoints)
 
+
+def _add_export(commands: Commands) -> None:
     export = commands.add_parser(
         "export", help="convert a checkpoint to a Hugging Face model directory", allow_abbrev=False
     )
@@ -138,9 +174,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("output", type=Path, metavar="OUT", help="must not exist")
     export.set_defaults(run=_export)
 
+
+def _add_version(commands: Commands) -> None:
     version = commands.add_parser("version", help="print the version", allow_abbrev=False)
     version.set_defaults(run=_version)
-    return parser
 
 
 def _positive(text: str) -> int:
@@ -148,6 +185,15 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
+
+
+@contextmanager
+def _located(document: Document) -> Generator[None]:
+    """Errors about a key of the file are raised with its line."""
+    try:
+        yield
+    except ConfigError as error:
+        raise document.located(error) from error
 
 
 # Modules that import torch are loaded inside the subcommand that needs them, so that help and mistakes in a
@@ -164,11 +210,9 @@ def _validate(parsed: argparse.Namespace, overrides: list[str]) -> int:
     document, trainer = read_checked(parsed.config, overrides)
     configuration: Any = importlib.import_module("titan_rl.trainers.configuration")
     validation: Any = importlib.import_module("titan_rl.trainers.validation")
-    try:
+    with _located(document):
         config = configuration.configure(document, trainer)
         validation.check_run(config, trainer, world_size=parsed.world_size, opens_data=parsed.data)
-    except ConfigError as error:
-        raise document.located(error) from error
     print("\n".join(["ok", *validation.describe(config, trainer, world_size=parsed.world_size)]))
     return 0
 
@@ -177,7 +221,7 @@ def _plan(parsed: argparse.Namespace, overrides: list[str]) -> int:
     document, trainer = read_checked(parsed.config, overrides)
     os.environ["TITAN_RL_DEVICE"] = "cpu"  # a plan is made on a CPU, whatever the machine has
     command = importlib.import_module("titan_rl.tools.plan.command")
-    try:
+    with _located(document):
         return command.run(
             document,
             trainer,
@@ -186,18 +230,14 @@ def _plan(parsed: argparse.Namespace, overrides: list[str]) -> int:
             device_gib=parsed.device_memory_gib,
             prints_json=parsed.json,
         )
-    except ConfigError as error:
-        raise document.located(error) from error
 
 
 def _check(parsed: argparse.Namespace, overrides: list[str]) -> int:
     document, trainer = read_checked(parsed.config, overrides)
     os.environ["TITAN_RL_DEVICE"] = "cpu"  # like a plan
     command = importlib.import_module("titan_rl.tools.check.command")
-    try:
+    with _located(document):
         return command.run(document, trainer, config_path=parsed.config, overrides=overrides)
-    except ConfigError as error:
-        raise document.located(error) from error
 
 
 def _prepare(parsed: argparse.Namespace, _: list[str]) -> int:

@@ -137,6 +137,7 @@ def of_step(rows: list[dict[str, str]], step: int, count: int) -> list[dict[str,
 _NEVER, _ONE_IN_64 = 0.0, 1 / 64
 _1M = {"layers": 5, "dim": 128}
 _10M = {"layers": 8, "dim": 320}
+_SLOWER: dict[str, Any] = {"prompts": 4, "lr": 1e-4, "steps": 4}
 _NATURAL: dict[str, Any] = {"lengths": "natural", "prompt_tokens": (16, 128), "max_tokens": 256}
 
 WORKLOADS = {
@@ -144,22 +145,8 @@ WORKLOADS = {
     for workload in (
         Workload(name="1m-equal", lengths="equal", shape=Shape(**_1M, end_probability=_NEVER), lr=5e-4),
         Workload(name="1m-natural", shape=Shape(**_1M, end_probability=_ONE_IN_64), **_NATURAL),
-        Workload(
-            name="10m-equal",
-            lengths="equal",
-            shape=Shape(**_10M, end_probability=_NEVER),
-            prompts=4,
-            lr=1e-4,
-            steps=4,
-        ),
-        Workload(
-            name="10m-natural",
-            shape=Shape(**_10M, end_probability=_ONE_IN_64),
-            prompts=4,
-            lr=1e-4,
-            steps=4,
-            **_NATURAL,
-        ),
+        Workload(name="10m-equal", lengths="equal", shape=Shape(**_10M, end_probability=_NEVER), **_SLOWER),
+        Workload(name="10m-natural", shape=Shape(**_10M, end_probability=_ONE_IN_64), **_SLOWER, **_NATURAL),
         Workload(
             name="quickstart",
             lengths="natural",

@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from titan_rl.data.datasets import Split, require
 from titan_rl.data.row_dataset import RowDataset
-from titan_rl.data.rows import PromptReader, RowConfig, RowReader, SplitConfig, check_columns
+from titan_rl.data.rows import RowConfig, RowReader, SplitConfig, check_columns
 from titan_rl.errors import ConfigError
 
 
@@ -47,53 +47,51 @@ class HubConfig(SplitConfig, Protocol):
 
 
 class HubDataset(RowDataset):
-    """One split of a dataset of the ``datasets`` library."""
+    """One split of a dataset of the ``datasets`` library. Subclasses say what a row is.
 
-    def __init__(self, reader: PromptReader, config: HubConfig, *, columns: list[str], split: Split) -> None:
+    Rows stay in the library's memory-mapped files. Code from the hub is never run. Default ids are
+    ``<split>:<row>``, rows counted from 0.
+
+    Attributes:
+        reader_class: Is made of the configuration, and turns rows into prompts.
+    """
+
+    reader_class: ClassVar[type[Any]]
+
+    def __init__(self, config: HubConfig, split: Split) -> None:
         """Load the dataset and check every row.
 
         Args:
-            reader: How a row becomes a prompt.
-            config: Which dataset.
-            columns: What to read.
+            config: Which dataset, which columns, which rows are held out.
             split: Which rows.
 
         Raises:
             ConfigError: ``datasets`` is missing, or the dataset, a row or the configuration cannot be used.
         """
-        held_out = config.held_out_split
+        reader, held_out = self.reader_class(config), config.held_out_split
+
+        def rows(name: str, key: str) -> HubRows:
+            return HubRows(config, name, key=f"data.source.{key}", columns=reader.columns)
+
         super().__init__(
             reader,
             config,
             name=config.path,
             split=split,
-            train=HubRows(config, config.split, key="data.source.split", columns=columns),
-            held_out=None
-            if held_out is None
-            else HubRows(config, held_out, key="data.source.held_out_split", columns=columns),
+            train=rows(config.split, "split"),
+            held_out=None if held_out is None else rows(held_out, "held_out_split"),
             held_out_key="held_out_split",
         )
 
 
 class HuggingFace(HubDataset):
-    """One split of a dataset of the ``datasets`` library.
-
-    Rows stay in the library's memory-mapped files. Code from the hub is never run. Default ids are
-    ``<split>:<row>``, rows counted from 0.
-    """
+    """One split of a dataset of the ``datasets`` library."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(HubKeys, RowConfig):
         """Which dataset, which of its splits, which columns, which rows are held out."""
 
-    def __init__(self, config: Config, split: Split) -> None:
-        """Load the dataset and check every row.
-
-        Raises:
-            ConfigError: ``datasets`` is missing, or the dataset, a row or the configuration cannot be used.
-        """
-        reader = RowReader(config)
-        super().__init__(reader, config, columns=reader.columns, split=split)
+    reader_class = RowReader
 
 
 class HubRows:

@@ -11,31 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_rl.data.datasets import Split
 from titan_rl.data.paths import Concatenated, find_files
 from titan_rl.data.row_dataset import FileDataset, FileKeys
 from titan_rl.data.rows import RowConfig, RowReader, shorten
 from titan_rl.errors import ConfigError
-
-
-class Jsonl(FileDataset):
-    """One split of one or several JSON Lines files.
-
-    The rows stay in the file; a row that changes during the run is an error. Default ids are
-    ``<file>:<line>``, lines counted from 1. Empty lines are skipped.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(FileKeys, RowConfig):
-        """Which files, which columns, which rows are held out."""
-
-    def __init__(self, config: Config, split: Split) -> None:
-        """Read and check every line.
-
-        Raises:
-            ConfigError: A file, a line or the configuration cannot be used as it is.
-        """
-        super().__init__(RowReader(config), config, name="jsonl", split=split, open_files=open_jsonl)
 
 
 class JsonLines:
@@ -111,14 +90,28 @@ class JsonLines:
         return f"{self._label}:{self._numbers[index]}"
 
 
-def open_jsonl(path: str, key: str) -> Concatenated:
-    """Open the files that a path or pattern stands for.
+class JsonlFiles(FileDataset):
+    """JSON Lines files, which stay where they are.
 
-    Args:
-        path: File or glob pattern.
-        key: The configuration key, for errors.
+    A row that changes during the run is an error. Default ids are ``<file>:<line>``, lines counted from 1.
+    Empty lines are skipped.
     """
-    return Concatenated([JsonLines(file, label) for file, label in find_files(path, key)])
+
+    @staticmethod
+    def open_files(path: str, key: str, columns: list[str]) -> Concatenated:
+        """Open the files; a line is read whole, whatever the columns."""
+        return Concatenated([JsonLines(file, label) for file, label in find_files(path, key)])
+
+
+class Jsonl(JsonlFiles):
+    """One split of one or several JSON Lines files."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FileKeys, RowConfig):
+        """Which files, which columns, which rows are held out."""
+
+    format = "jsonl"
+    reader_class = RowReader
 
 
 def _digest(line: bytes) -> int:

@@ -4,37 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan_rl.data.datasets import Split, require
+from titan_rl.data.datasets import require
 from titan_rl.data.paths import Concatenated, find_files
 from titan_rl.data.row_dataset import FileDataset, FileKeys
 from titan_rl.data.rows import RowConfig, RowReader, check_columns
 from titan_rl.errors import ConfigError
-
-
-class Parquet(FileDataset):
-    """One split of one or several parquet files.
-
-    The named columns, and only those, are held in memory uncompressed. Default ids are ``<file>:<row>``, rows
-    counted from 0.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(FileKeys, RowConfig):
-        """Which files, which columns, which rows are held out."""
-
-    def __init__(self, config: Config, split: Split) -> None:
-        """Read the columns and check every row.
-
-        Raises:
-            ConfigError: pyarrow is missing, or a file, a row or the configuration cannot be used as it is.
-        """
-        reader = RowReader(config)
-        open_files = partial(open_parquet, columns=reader.columns)
-        super().__init__(reader, config, name="parquet", split=split, open_files=open_files)
 
 
 class ParquetRows:
@@ -98,13 +75,26 @@ class ParquetRows:
         return f"{self._label}:{index}"
 
 
-def open_parquet(path: str, key: str, columns: list[str]) -> Concatenated:
-    """Read some columns of the files that a path or pattern stands for.
+class ParquetFiles(FileDataset):
+    """Parquet files, read at once.
 
-    Args:
-        path: File or glob pattern.
-        key: The configuration key, for errors.
-        columns: What to read.
+    The named columns, and only those, are held in memory uncompressed. Default ids are ``<file>:<row>``, rows
+    counted from 0.
     """
-    files = find_files(path, key)
-    return Concatenated([ParquetRows(file, label, columns=columns) for file, label in files])
+
+    @staticmethod
+    def open_files(path: str, key: str, columns: list[str]) -> Concatenated:
+        """Read some columns of the files."""
+        files = find_files(path, key)
+        return Concatenated([ParquetRows(file, label, columns=columns) for file, label in files])
+
+
+class Parquet(ParquetFiles):
+    """One split of one or several parquet files."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FileKeys, RowConfig):
+        """Which files, which columns, which rows are held out."""
+
+    format = "parquet"
+    reader_class = RowReader

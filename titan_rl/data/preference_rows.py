@@ -8,17 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 from annotated_types import Gt, Lt
 
-from titan_rl.data.datasets import Split
 from titan_rl.data.huggingface import HubDataset, HubKeys
-from titan_rl.data.jsonl import open_jsonl
-from titan_rl.data.parquet import open_parquet
+from titan_rl.data.jsonl import JsonlFiles
+from titan_rl.data.parquet import ParquetFiles
 from titan_rl.data.preferences import identical, with_preference
-from titan_rl.data.row_dataset import FileDataset, FileKeys
+from titan_rl.data.row_dataset import FileKeys
 from titan_rl.data.rows import RowSource, check_columns, read_messages, read_text, wrong_value
 from titan_rl.errors import ConfigError
 from titan_rl.types import Message, Prompt
@@ -184,39 +182,26 @@ def _label(value: object, where: str, column: str) -> bool:
     raise wrong_value(where, column, "be true or false, or 1 or 0", value)
 
 
-class JsonlPreferences(FileDataset):
+class JsonlPreferences(JsonlFiles):
     """One split of one or several JSON Lines files, a preference a line."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FileKeys, PreferenceRowConfig):
         """Which files, which columns, which rows are held out."""
 
-    def __init__(self, config: Config, split: Split) -> None:
-        """Read and check every line.
-
-        Raises:
-            ConfigError: A file, a line or the configuration cannot be used as it is.
-        """
-        reader = PreferenceReader(config)
-        super().__init__(reader, config, name="jsonl preferences", split=split, open_files=open_jsonl)
+    format = "jsonl preferences"
+    reader_class = PreferenceReader
 
 
-class ParquetPreferences(FileDataset):
+class ParquetPreferences(ParquetFiles):
     """One split of one or several parquet files, a preference a row. Needs pyarrow."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FileKeys, PreferenceRowConfig):
         """Which files, which columns, which rows are held out."""
 
-    def __init__(self, config: Config, split: Split) -> None:
-        """Read the columns and check every row.
-
-        Raises:
-            ConfigError: pyarrow is missing, or a file, a row or the configuration cannot be used as it is.
-        """
-        reader = PreferenceReader(config)
-        open_files = partial(open_parquet, columns=reader.columns)
-        super().__init__(reader, config, name="parquet preferences", split=split, open_files=open_files)
+    format = "parquet preferences"
+    reader_class = PreferenceReader
 
 
 class HuggingFacePreferences(HubDataset):
@@ -226,11 +211,4 @@ class HuggingFacePreferences(HubDataset):
     class Config(HubKeys, PreferenceRowConfig):
         """Which dataset, which of its splits, which columns, which rows are held out."""
 
-    def __init__(self, config: Config, split: Split) -> None:
-        """Load the dataset and check every row.
-
-        Raises:
-            ConfigError: ``datasets`` is missing, or the dataset, a row or the configuration cannot be used.
-        """
-        reader = PreferenceReader(config)
-        super().__init__(reader, config, columns=reader.columns, split=split)
+    reader_class = PreferenceReader

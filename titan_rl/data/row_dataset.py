@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from titan_rl.data.datasets import Split, content_key, is_held_out, prompt_bytes
 from titan_rl.data.rows import PromptReader, RowSource, SplitConfig, shorten
@@ -141,39 +140,51 @@ class FileConfig(SplitConfig, Protocol):
 
 
 class FileDataset(RowDataset):
-    """One split of the rows of one or several files."""
+    """One split of the rows of one or several files. Subclasses say what a file and what a row is.
 
-    def __init__(
-        self,
-        reader: PromptReader,
-        config: FileConfig,
-        *,
-        name: str,
-        split: Split,
-        open_files: Callable[[str, str], RowSource],
-    ) -> None:
+    Attributes:
+        format: What holds the rows, for logs.
+        reader_class: Is made of the configuration, and turns rows into prompts.
+    """
+
+    format: ClassVar[str]
+    reader_class: ClassVar[type[Any]]
+
+    def __init__(self, config: FileConfig, split: Split) -> None:
         """Open the files and check every row.
 
         Args:
-            reader: How a row becomes a prompt.
-            config: Which files.
-            name: For logs.
+            config: Which files, which columns, which rows are held out.
             split: Which rows.
-            open_files: Opens a path or glob pattern that stands under a key, which errors name.
 
         Raises:
-            ConfigError: A file, a row or the configuration cannot be used as it is.
+            ConfigError: A library is missing, or a file, a row or the configuration cannot be used as it is.
         """
-        held_out = config.held_out_path
+        reader, held_out = self.reader_class(config), config.held_out_path
+
+        def rows(path: str, key: str) -> RowSource:
+            return self.open_files(path, f"data.source.{key}", reader.columns)
+
         super().__init__(
             reader,
             config,
-            name=name,
+            name=self.format,
             split=split,
-            train=open_files(config.path, "data.source.path"),
-            held_out=None if held_out is None else open_files(held_out, "data.source.held_out_path"),
+            train=rows(config.path, "path"),
+            held_out=None if held_out is None else rows(held_out, "held_out_path"),
             held_out_key="held_out_path",
         )
+
+    @staticmethod
+    def open_files(path: str, key: str, columns: list[str]) -> RowSource:
+        """Open the files that a path or pattern stands for.
+
+        Args:
+            path: File or glob pattern.
+            key: The configuration key, for errors.
+            columns: What will be read.
+        """
+        raise NotImplementedError
 
 
 def _check_split(config: SplitConfig, *, has_rows: bool, held_out_key: str) -> None:

@@ -19,6 +19,21 @@ from titan_rl.errors import ConfigError
 NAME = ".lock"
 
 
+def unwritable(folder: Path, error: OSError) -> ConfigError:
+    """What to raise when a run cannot write to its output directory.
+
+    Args:
+        folder: The run's ``dump_folder``.
+        error: Of the system.
+    """
+    return ConfigError(
+        "dump_folder",
+        "be a directory that can be written",
+        f"{folder} ({error.strerror})",
+        "Free some space, or set dump_folder to another directory.",
+    )
+
+
 class FolderLock:
     """Held by rank 0 of a run for as long as it writes to its ``dump_folder``.
 
@@ -41,12 +56,7 @@ class FolderLock:
             folder.mkdir(parents=True, exist_ok=True)
             self._open()
         except OSError as error:
-            raise ConfigError(
-                "dump_folder",
-                "be a directory that can be written",
-                f"{folder} ({error.strerror})",
-                "Free some space, or set dump_folder to another directory.",
-            ) from error
+            raise unwritable(folder, error) from error
         self._take(folder)
         while not self.is_in_place():  # its last holder removed it while we waited for the kernel
             os.close(self._descriptor)

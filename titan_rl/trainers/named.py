@@ -27,13 +27,28 @@ from titan_rl.resilience.lock import FolderLock
 from titan_rl.trainers import earlier_start
 from titan_rl.trainers.configuration import RULES, configure
 from titan_rl.trainers.preference import PreferenceTrainer
+from titan_rl.trainers.resilient import ResilientTrainer
 from titan_rl.trainers.reward_model import RewardModelTrainer
 from titan_rl.trainers.rl import RLTrainer
 from titan_rl.trainers.session import write_config
 from titan_rl.trainers.supervised import SupervisedTrainer
 
 
-class NamedRLTrainer(RLTrainer):
+class _ByName(ResilientTrainer):
+    """Stands before a trainer of ours, for a configuration that came by name."""
+
+    def __init__(self, config: Any) -> None:
+        """Check what the command line changed, build, and write the configuration.
+
+        Raises:
+            ConfigError: a value is out of bounds, or the configuration contradicts itself.
+        """
+        text = _checked(config, self.kind)
+        super().__init__(config)
+        _write(config, text)
+
+
+class NamedRLTrainer(_ByName, RLTrainer):
     """The RL trainer, for a configuration that came by name."""
 
     @dataclass(kw_only=True, slots=True)
@@ -41,7 +56,7 @@ class NamedRLTrainer(RLTrainer):
         """The keys of an RL run."""
 
     def __init__(self, config: Config) -> None:
-        """Check what the command line changed, then build.
+        """Refuse a validation as well.
 
         Raises:
             ConfigError: a value is out of bounds, or the configuration contradicts itself.
@@ -53,63 +68,31 @@ class NamedRLTrainer(RLTrainer):
                 True,
                 "Set --evaluation.*.",
             )
-        text = _checked(config, "rl")
         super().__init__(config)
-        _write(config, text)
 
 
-class NamedSupervisedTrainer(SupervisedTrainer):
+class NamedSupervisedTrainer(_ByName, SupervisedTrainer):
     """The supervised trainer, for a configuration that came by name."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SupervisedTrainer.Config):
         """The keys of a supervised run."""
 
-    def __init__(self, config: Config) -> None:
-        """Check what the command line changed, then build.
 
-        Raises:
-            ConfigError: a value is out of bounds.
-        """
-        text = _checked(config, "supervised")
-        super().__init__(config)
-        _write(config, text)
-
-
-class NamedPreferenceTrainer(PreferenceTrainer):
+class NamedPreferenceTrainer(_ByName, PreferenceTrainer):
     """The preference trainer, for a configuration that came by name."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PreferenceTrainer.Config):
         """The keys of a preference run."""
 
-    def __init__(self, config: Config) -> None:
-        """Check what the command line changed, then build.
 
-        Raises:
-            ConfigError: a value is out of bounds, or the configuration contradicts itself.
-        """
-        text = _checked(config, "preference")
-        super().__init__(config)
-        _write(config, text)
-
-
-class NamedRewardModelTrainer(RewardModelTrainer):
+class NamedRewardModelTrainer(_ByName, RewardModelTrainer):
     """The reward-model trainer, for a configuration that came by name."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RewardModelTrainer.Config):
         """The keys of a reward-model run."""
-
-    def __init__(self, config: Config) -> None:
-        """Check what the command line changed, then build.
-
-        Raises:
-            ConfigError: a value is out of bounds, or the configuration contradicts itself.
-        """
-        text = _checked(config, "reward_model")
-        super().__init__(config)
-        _write(config, text)
 
 
 _NAMED = {

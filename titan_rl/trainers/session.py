@@ -16,7 +16,7 @@ from titan_rl.config.dump import to_toml
 from titan_rl.config.toml import Document
 from titan_rl.errors import ConfigError, TitanRLError
 from titan_rl.resilience import faults, shelf, signals
-from titan_rl.resilience.lock import FolderLock
+from titan_rl.resilience.lock import FolderLock, unwritable
 from titan_rl.resilience.status import Outcome, write_status
 from titan_rl.resilience.stopping import EXIT_CODE
 from titan_rl.resilience.watchdog import Watchdog
@@ -241,9 +241,4 @@ def write_config(folder: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, folder / "config.toml")
     except OSError as error:
-        raise ConfigError(
-            "dump_folder",
-            "be a directory that can be written",
-            f"{folder} ({error.strerror})",
-            "Free some space, or set dump_folder to another directory.",
-        ) from error
+        raise unwritable(folder, error) from error
