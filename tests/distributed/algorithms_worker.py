@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.distributed import fsdp_worker
+from tests.distributed.comparing import uneven_norms
 from tests.distributed.fsdp_worker import TEMPERATURE, VOCAB, Rank, build, leaking, whole_gradients
 from tests.distributed.steps import SizedLoss, SizedValueLoss, Step
 from titan_rl.algorithms import registries
@@ -90,10 +91,7 @@ def write_model(directory: Path, *, initializer_range: float = 0.3) -> None:
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+    uneven_norms(model)
     model.save_pretrained(directory / "model")
 
 

@@ -18,6 +18,7 @@ from torchtitan.models.common import Linear, RMSNorm
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.distributed.algorithms_worker import LONGEST, Setup, preset_of
+from tests.distributed.comparing import uneven_norms
 from tests.distributed.fsdp_worker import TEMPERATURE, VOCAB, Rank, build
 from tests.distributed.steps import Step
 from titan_rl.functional.checksum import tensor_checksum
@@ -77,10 +78,7 @@ def write_model(directory: Path) -> None:
     )
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+    uneven_norms(model)
     model.save_pretrained(directory / "model")
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM
 
 from tests.distributed import comparing, fsdp_worker, launching
-from tests.distributed.comparing import random_peer, unequal
+from tests.distributed.comparing import random_peer, unequal, uneven_norms
 
 pytestmark = pytest.mark.slow
 
@@ -28,10 +28,7 @@ def _peers() -> dict[str, LlamaForCausalLM | Qwen3ForCausalLM]:
     peers = {}
     for seed, name in enumerate(MODELS):
         model = random_peer(name, seed=seed).eval()
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                if "norm" in key:  # ones would hide a norm that is applied in the wrong place
-                    parameter.uniform_(0.5, 1.5)
+        uneven_norms(model)
         peers[name] = model
     return peers
 
