@@ -1,12 +1,10 @@
 """One optimiser step of every named algorithm, in any layout and on any number of ranks, and planted faults.
 
-tests/numerics/test_algorithm_invariance.py computes with it in one process; test_algorithms_two_ranks.py runs
-``torchrun ... algorithms_worker.py DIRECTORY``, of which rank 0 writes ``world<N>.safetensors`` and
-``world<N>.json``.
+tests/numerics/test_algorithm_invariance.py computes with it in one process, test_algorithms_two_ranks.py on
+two ranks too; see launching.py.
 """
 
 import dataclasses
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -15,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.distributed import fsdp_worker
+from tests.distributed import fsdp_worker, launching
 from tests.distributed.comparing import uneven_norms
 from tests.distributed.fsdp_worker import TEMPERATURE, VOCAB, Rank, build, leaking, whole_gradients
 from tests.distributed.steps import SizedLoss, SizedValueLoss, Step
@@ -428,7 +424,4 @@ def run(directory: Path) -> None:
         for case, step in steps.items():
             tensors |= {f"{name}/{case}/{key}": value for key, value in step.gradients.items()}
             rest[f"{name}/{case}"] = {"loss": step.loss, "metrics": step.metrics}
-    if dist.get_rank() == 0:
-        stem = directory / f"world{dist.get_world_size()}"
-        save_file({key: value.contiguous() for key, value in tensors.items()}, f"{stem}.safetensors")
-        Path(f"{stem}.json").write_text(json.dumps(rest))
+    launching.write(directory, rest, tensors)

@@ -1,9 +1,5 @@
-"""What test_critic_two_ranks.py computes, on one rank or on two; see launching.py.
+"""What test_critic_two_ranks.py computes, on one rank or on two; see launching.py."""
 
-Every rank writes ``world<N>.rank<R>.json``; rank 0 also writes whole tensors to ``world<N>.safetensors``.
-"""
-
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models import llama3
 
+from tests.distributed import launching
 from tests.distributed.fsdp_worker import (
     FSDP,
     HSDP,
@@ -295,9 +291,4 @@ def run(directory: Path) -> None:
         "not_finite": check_not_finite(directory),
         "tensor_parallel": check_tensor_parallel(tensors),
     }
-    stem = f"world{dist.get_world_size()}"
-    (directory / f"{stem}.rank{dist.get_rank()}.json").write_text(json.dumps(result))
-    if dist.get_rank() == 0:
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / f"{stem}.safetensors"
-        )
+    launching.write(directory, result, tensors)

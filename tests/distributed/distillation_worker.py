@@ -1,17 +1,13 @@
-"""What test_distillation_two_ranks.py computes, on one rank or on two; see launching.py.
+"""What test_distillation_two_ranks.py computes, on one rank or on two; see launching.py."""
 
-Rank 0 writes whole gradients to ``world<N>.safetensors`` and metrics to ``world<N>.json``.
-"""
-
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
+from tests.distributed import launching
 from tests.distributed.fsdp_worker import (
     FSDP,
     HSDP,
@@ -114,10 +110,5 @@ def run(directory: Path) -> None:
             other = Step(directory, parallel=parallel)
             gradients[name] = other.gradients(other.batch("packed"))
     touched = any(p.grad is not None or p.requires_grad for p in step.teacher._model.parameters())
-    if dist.get_rank() == 0:
-        stem = directory / f"world{dist.get_world_size()}"
-        tensors = {
-            f"{c}/{name}": g.contiguous() for c, named in gradients.items() for name, g in named.items()
-        }
-        save_file(tensors, stem.with_suffix(".safetensors"))
-        stem.with_suffix(".json").write_text(json.dumps({"metrics": metrics, "teacher_touched": touched}))
+    tensors = {f"{case}/{name}": g for case, named in gradients.items() for name, g in named.items()}
+    launching.write(directory, {"metrics": metrics, "teacher_touched": touched}, tensors)

@@ -1,7 +1,4 @@
-"""What test_fsdp_two_ranks.py computes, on one rank or on two: called by launching.py.
-
-Every rank writes ``world<N>.rank<R>.json``; rank 0 also writes whole tensors to ``world<N>.safetensors``.
-"""
+"""What test_fsdp_two_ranks.py computes, on one rank or on two: called by launching.py."""
 
 import dataclasses
 import functools
@@ -15,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
@@ -25,6 +22,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 
+from tests.distributed import launching
 from titan_rl.algorithms.penalties import KLPenalty
 from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.batching.micro_batch import MicroBatch
@@ -512,9 +510,4 @@ def run(directory: Path) -> None:
         "handshake": check_handshake(directory),
         "collectives": check_collectives(directory),
     }
-    stem = f"world{dist.get_world_size()}"
-    (directory / f"{stem}.rank{dist.get_rank()}.json").write_text(json.dumps(result))
-    if dist.get_rank() == 0:
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / f"{stem}.safetensors"
-        )
+    launching.write(directory, result, tensors)

@@ -8,13 +8,16 @@ The ranks are forked from a process that has imported torch and TorchTitan, as t
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torchtitan.distributed import utils as dist_utils
 
 from tests.integration import runs
@@ -26,6 +29,27 @@ def compute(worker: ModuleType, directory: Path) -> None:
     on_ranks(worker, directory, 2)
     with only_rank(directory):
         worker.run(directory)
+
+
+def write(directory: Path, report: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Leave what this rank found: ``world<N>.rank<R>.json``, and of rank 0 ``world<N>.safetensors``."""
+    stem = directory / f"world{dist.get_world_size()}"
+    Path(f"{stem}.rank{dist.get_rank()}.json").write_text(json.dumps(report))
+    if dist.get_rank() == 0:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{stem}.safetensors")
+
+
+def read(directory: Path, ranks: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """The reports of so many ranks, in their order, and rank 0's tensors."""
+    reports = [(directory / f"world{ranks}.rank{rank}.json").read_text() for rank in range(ranks)]
+    return [json.loads(report) for report in reports], load_file(directory / f"world{ranks}.safetensors")
+
+
+def results(directory: Path) -> SimpleNamespace:
+    """What :func:`compute` left: reports of ``one`` and ``two`` ranks, tensors ``alone`` and ``sharded``."""
+    (one,), alone = read(directory, 1)
+    two, sharded = read(directory, 2)
+    return SimpleNamespace(one=one, two=two, alone=alone, sharded=sharded)
 
 
 def on_ranks(worker: ModuleType, directory: Path, ranks: int) -> None:

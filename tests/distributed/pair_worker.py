@@ -1,19 +1,15 @@
 """What test_pairs_two_ranks.py computes, on one rank or on two; see launching.py.
 
-The gradient of one step of every loss on preferences, in several layouts and under planted faults. Rank 0
-writes whole gradients to ``pairs<N>.safetensors``, every rank ``pairs<N>.rank<R>.json``.
+The gradient of one step of every loss on preferences, in several layouts and under planted faults.
 """
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 
-from tests.distributed import fsdp_worker
+from tests.distributed import fsdp_worker, launching
 from titan_rl.algorithms.preference_losses import Dpo, Ipo, Kto, LengthNormalisedDpo, Orpo, SimPO
 from titan_rl.algorithms.reward_model_losses import BradleyTerry
 from titan_rl.config.choice import build
@@ -186,7 +182,6 @@ def step(
 
 
 def run(directory: Path) -> None:
-    world_size, number = dist.get_world_size(), dist.get_rank()
     ranks = {Policy: trainer(directory, Policy), Reward: trainer(directory, Reward)}
     tensors: dict[str, torch.Tensor] = {}
     report: dict[str, Any] = {"metrics": {}, "micro_batches": {}}
@@ -207,11 +202,7 @@ def run(directory: Path) -> None:
         ranks[Policy].layout = layout
         report["micro_batches"][layout] = len(ranks[Policy].make_batches(documents()))
     report["scores"] = scores(ranks[Reward])
-    if number == 0:
-        save_file(
-            {n: t.contiguous() for n, t in tensors.items()}, str(directory / f"pairs{world_size}.safetensors")
-        )
-    (directory / f"pairs{world_size}.rank{number}.json").write_text(json.dumps(report))
+    launching.write(directory, report, tensors)
 
 
 def scores(rank: Reward) -> dict[str, list[float]]:

@@ -1,10 +1,9 @@
 """Steps of some algorithms under every parallel layout of a world size; see launching.py.
 
-Rank 0 writes ``parallel<N>.safetensors`` and ``.json``; test_parallel_layouts.py compares them with one rank.
+test_parallel_layouts.py compares what it finds with one rank.
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 
+from tests.distributed import launching
 from tests.distributed.algorithms_worker import Setup
 from tests.distributed.fsdp_worker import full
 from tests.distributed.steps import Step
@@ -228,7 +227,4 @@ def run(directory: Path) -> None:
         if layout.startswith("pp2") and world_size == 2:
             for number, step in enumerate(alternating(setup, batches["grpo"])):
                 keep(f"{layout}/alternating{number}", step)
-    if dist.get_rank() == 0:
-        stem = directory / f"parallel{world_size}"
-        save_file({key: value.contiguous() for key, value in tensors.items()}, f"{stem}.safetensors")
-        Path(f"{stem}.json").write_text(json.dumps(rest))
+    launching.write(directory, rest, tensors)

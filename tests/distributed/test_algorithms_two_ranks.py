@@ -5,11 +5,9 @@ process, padded. "Equal": per tensor ``||a - b|| <= 1e-5 ||b|| + 1e-8``, in fp32
 its terms (steps.py).
 """
 
-import json
 from types import SimpleNamespace
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.distributed import algorithms_worker, launching
 from tests.distributed.algorithms_worker import NAMES
@@ -26,11 +24,8 @@ def launch(tmp_path_factory):
     with launching.only_rank(directory):
         setup = algorithms_worker.Setup(directory)
         expected = {name: setup.step(name, setup.batch(name, "one_of_eight")) for name in NAMES}
-    return SimpleNamespace(
-        expected=expected,
-        tensors=load_file(directory / "world2.safetensors"),
-        rest=json.loads((directory / "world2.json").read_text()),
-    )
+    reports, tensors = launching.read(directory, 2)
+    return SimpleNamespace(expected=expected, tensors=tensors, rest=reports[0])
 
 
 def step(launch, name, case) -> Step:

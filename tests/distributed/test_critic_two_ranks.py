@@ -4,12 +4,10 @@ The computation is in critic_worker.py: once on two forked ranks, once in this p
 "Equal" for gradients: per tensor ``||a - b|| <= 1e-5 ||b|| + 1e-8``, in fp32.
 """
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.distributed import comparing, critic_worker, fsdp_worker, launching
 from tests.distributed.comparing import random_peer, unequal
@@ -26,12 +24,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     for seed, name in enumerate(MODELS):
         random_peer(name, seed=seed).save_pretrained(directory / name)
     launching.compute(critic_worker, directory)
-    return SimpleNamespace(
-        one=json.loads((directory / "world1.rank0.json").read_text()),
-        two=[json.loads((directory / f"world2.rank{rank}.json").read_text()) for rank in (0, 1)],
-        alone=load_file(directory / "world1.safetensors"),
-        sharded=load_file(directory / "world2.safetensors"),
-    )
+    return launching.results(directory)
 
 
 def gradients(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:

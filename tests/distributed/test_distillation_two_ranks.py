@@ -4,12 +4,10 @@ The computation is in distillation_worker.py: once on two forked ranks, once in 
 one. "Equal" for gradients: per tensor ``||a - b|| <= 1e-5 ||b|| + 1e-8``, in fp32.
 """
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.distributed import comparing, distillation_worker, fsdp_worker, launching
@@ -47,13 +45,9 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     for name, model in models.items():
         model.save_pretrained(directory / name)
     launching.compute(distillation_worker, directory)
-    return SimpleNamespace(
-        models=models,
-        one=json.loads((directory / "world1.json").read_text()),
-        two=json.loads((directory / "world2.json").read_text()),
-        alone=load_file(directory / "world1.safetensors"),
-        sharded=load_file(directory / "world2.safetensors"),
-    )
+    found = launching.results(directory)
+    found.models = models
+    return found
 
 
 def gradients(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:
@@ -93,7 +87,7 @@ def test_value_and_gradient_equal_those_of_transformers_written_out(launch, case
         "norm.weight": policy.model.norm.weight,
         "layers.0.feed_forward.w2.weight": policy.model.layers[0].mlp.down_proj.weight,
     }
-    for world, tensors in ((launch.one, launch.alone), (launch.two, launch.sharded)):
+    for world, tensors in ((launch.one, launch.alone), (launch.two[0], launch.sharded)):
         metrics = world["metrics"][f"{case}/packed"]
         assert metrics["loss/teacher_kl"] == pytest.approx(expected.item(), rel=TOLERANCE)
         assert metrics["loss/loss"] == pytest.approx(0.7 * expected.item(), rel=TOLERANCE)
@@ -124,7 +118,7 @@ def test_gradients_are_equal_however_the_models_are_spread(launch, case):
 
 
 def test_no_gradient_is_left_over_from_the_planted_faults_and_none_reaches_the_teacher(launch):
-    for world, tensors in ((launch.one, launch.alone), (launch.two, launch.sharded)):
+    for world, tensors in ((launch.one, launch.alone), (launch.two[0], launch.sharded)):
         assert unequal(gradients(tensors, "again"), gradients(tensors, "reverse/packed")) == []
         assert world["teacher_touched"] is False
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM
 
 from tests.distributed import comparing, fsdp_worker, launching
@@ -41,13 +40,9 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         peer.save_pretrained(directory / name)
     (directory / "prompt.json").write_text(json.dumps(PROMPT))
     launching.compute(fsdp_worker, directory)
-    return SimpleNamespace(
-        peers=peers,
-        one=json.loads((directory / "world1.rank0.json").read_text()),
-        two=[json.loads((directory / f"world2.rank{rank}.json").read_text()) for rank in (0, 1)],
-        alone=load_file(directory / "world1.safetensors"),
-        sharded=load_file(directory / "world2.safetensors"),
-    )
+    found = launching.results(directory)
+    found.peers = peers
+    return found
 
 
 def gradients(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:

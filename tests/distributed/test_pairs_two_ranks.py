@@ -4,12 +4,10 @@ The computation is in pair_worker.py. "Equal" for gradients: per tensor ``||a - 
 fp32, before clipping, on 8 preferences of uneven length, the reference other than the policy.
 """
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.distributed import comparing, launching, pair_worker
 from tests.distributed.comparing import random_peer, unequal
@@ -24,12 +22,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     directory = tmp_path_factory.mktemp("pairs")
     random_peer("llama").save_pretrained(directory / "llama")
     launching.compute(pair_worker, directory)
-    return SimpleNamespace(
-        one=json.loads((directory / "pairs1.rank0.json").read_text()),
-        two=[json.loads((directory / f"pairs2.rank{rank}.json").read_text()) for rank in (0, 1)],
-        alone=load_file(directory / "pairs1.safetensors"),
-        sharded=load_file(directory / "pairs2.safetensors"),
-    )
+    return launching.results(directory)
 
 
 def gradients(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:

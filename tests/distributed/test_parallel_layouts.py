@@ -5,12 +5,9 @@ per tensor ``||a - b|| <= 1e-5 ||b|| + 1e-8``, in fp32, and a loss within 1e-6 o
 of 8 ranks run with ``make nightly``.
 """
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.distributed import algorithms_worker, launching, parallel_worker
 from tests.distributed.parallel_worker import FAULTS, LAYOUTS, NAMES, SAVED_UNDER, SHARED
@@ -52,10 +49,8 @@ def launched(directory):
 
 def run(directory, world_size):
     launching.on_ranks(parallel_worker, directory, world_size)
-    stem = directory / f"parallel{world_size}"
-    return SimpleNamespace(
-        tensors=load_file(f"{stem}.safetensors"), rest=json.loads(Path(f"{stem}.json").read_text())
-    )
+    reports, tensors = launching.read(directory, world_size)
+    return SimpleNamespace(tensors=tensors, rest=reports[0])
 
 
 def step(launch, case) -> Step:
