@@ -20,7 +20,7 @@ from titan_rl.titan.models import build_sibling, copy_shards, local
 from titan_rl.titan.value_model import build_value_model, copy_backbone, init_head
 from titan_rl.titan.weights import load_hf
 from titan_rl.trainers.pair_batches import PairBatch, align_ranks, make_batches
-from titan_rl.trainers.pair_data import num_sides, share
+from titan_rl.trainers.pair_data import deal, num_sides
 from titan_rl.trainers.pair_trainer import PairTrainer
 from titan_rl.trainers.preference import PreferenceTrainer
 from titan_rl.trainers.reward_model import RewardModelTrainer
@@ -78,7 +78,7 @@ class PairRank(fsdp_worker.Rank):
 
     def make_batches(self, drawn: list[Encoded]) -> list[PairBatch]:
         """This rank's, in the layout that is set; what the test calls preferences is encoded already."""
-        mine = share(drawn, rank=self.collectives.data_rank, size=self.collectives.data_size)
+        mine = deal(drawn, list, attention_cost=0.05, collectives=self.collectives)
         batches = make_batches(mine, pad_to="longest", **LAYOUTS[self.layout])
         if self.layout == "eight_of_one":
             batches = [b for p in mine for b in make_batches([p], pad_to="longest", **LAYOUTS[self.layout])]

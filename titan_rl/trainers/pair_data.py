@@ -1,11 +1,12 @@
-"""The preferences of a run: opened, checked, drawn by one global cursor, and shared out over ranks."""
+"""The preferences of a run: opened, checked, drawn by one global cursor, and dealt to ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titan_rl.batching.balance import cost, largest_differencing
 from titan_rl.config.choice import build
 from titan_rl.data.chat import PromptEncoder
 from titan_rl.data.cursor import PromptStream
@@ -20,6 +21,7 @@ from titan_rl.data.preferences import (
 )
 from titan_rl.errors import ConfigError
 from titan_rl.titan.api import logger
+from titan_rl.titan.collectives import Collectives
 from titan_rl.trainers.pair_sections import PairDataSection
 
 
@@ -146,9 +148,50 @@ def open_pair_data(
     )
 
 
-def share(preferences: Sequence[Preference], *, rank: int, size: int) -> list[Preference]:
-    """This data-parallel rank's part: every ``size``-th, from its own rank on."""
-    return list(preferences[rank::size])
+def deal(
+    preferences: Sequence[Preference],
+    encode: Callable[[Sequence[Preference]], Sequence[Encoded]],
+    *,
+    attention_cost: float,
+    collectives: Collectives,
+) -> list[Encoded]:
+    """The preferences that this data-parallel rank trains on, so that all have equal work. Collective.
+
+    Every rank knows all preferences. It encodes every n-th to find their lengths, and those that it has then
+    not encoded yet.
+
+    Args:
+        preferences: Of all ranks.
+        encode: Gives their tokens.
+        attention_cost: As for :func:`titan_rl.batching.balance.cost`.
+        collectives: Of the run.
+
+    Returns:
+        In the order of the preferences.
+    """
+    rank, size = collectives.data_rank, collectives.data_size
+    known: dict[int, Encoded] = {}
+
+    def add(indices: Sequence[int]) -> None:
+        known.update(zip(indices, encode([preferences[i] for i in indices]), strict=True))
+
+    add(range(rank, len(preferences), size))
+    costs = [0.0] * len(preferences)
+    for first, numbers in enumerate(
+        collectives.gather_integers([n for e in known.values() for n in _work(e)])
+    ):
+        costs[first::size] = [
+            cost(tokens, attended, attention_cost)
+            for tokens, attended in zip(numbers[::2], numbers[1::2], strict=True)
+        ]
+    mine = largest_differencing(costs, size)[rank]
+    add([index for index in mine if index not in known])
+    return [known[index] for index in mine]
+
+
+def _work(preference: Encoded) -> tuple[int, int]:
+    """Tokens of the documents, and the sum of their squares."""
+    return sum(preference.lengths), sum(n**2 for n in preference.lengths)
 
 
 def num_sides(preferences: Sequence[Preference]) -> tuple[int, int]:

@@ -149,12 +149,14 @@ class PairReporter:
         totals = self._collectives.reduce(
             {"tokens": outcome.num_tokens, "computed": outcome.num_computed_tokens}, "sum"
         )
+        most = self._collectives.reduce_scalar(outcome.num_tokens, "max")
         metrics = {f"preference/{name}": value for name, value in outcome.metrics.items()}
         metrics |= {f"time/{stage}": seconds.get(stage, 0.0) for stage in _STAGES}
         metrics |= stragglers(own_seconds, _STAGES, collectives=self._collectives)
         metrics |= {
             "throughput/tokens_per_second": totals["tokens"] / max(sum(seconds.values()), 1e-9),
             "batch/padding_fraction": 1.0 - totals["tokens"] / max(totals["computed"], 1),
+            "batch/tokens_max_over_mean": most * self._collectives.data_size / max(totals["tokens"], 1),
             "batch/micro_batches": outcome.num_micro_batches,
             "memory/peak_gib": self._collectives.reduce_scalar(peak_memory_bytes() / 2**30, "max"),
             "skipped_steps": trainer.state.skipped_steps,

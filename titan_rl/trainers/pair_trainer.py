@@ -29,13 +29,14 @@ from titan_rl.resilience.saving import CheckpointManager
 from titan_rl.resilience.state import RunState, seed_process
 from titan_rl.titan import waiting
 from titan_rl.titan.api import Profiler, Trainer, set_pg_timeouts
+from titan_rl.titan.architecture import architecture_of
 from titan_rl.titan.collectives import Collectives
 from titan_rl.titan.models import ModelSection
 from titan_rl.titan.sharded_model import Hidden, ShardedModel
 from titan_rl.trainers import assembly, earlier_start, exporting, initial_weights, pair_checks
 from titan_rl.trainers.data_loaders import NoDataLoader
 from titan_rl.trainers.pair_batches import PairBatch, align_ranks, make_batches
-from titan_rl.trainers.pair_data import PairData, PairSplit, num_sides, open_pair_data, share
+from titan_rl.trainers.pair_data import PairData, PairSplit, deal, num_sides, open_pair_data
 from titan_rl.trainers.pair_reporting import PairReporter
 from titan_rl.trainers.pair_sections import (
     PairDataSection,
@@ -338,9 +339,9 @@ class PairTrainer(ResilientTrainer):
     def make_batches(self, drawn: Sequence[Preference]) -> list[PairBatch]:
         """Pack this rank's share of some preferences, aligned over ranks. Collective."""
         collectives, shape = self.collectives, row_shape(self.config)
-        mine = share(drawn, rank=collectives.data_rank, size=collectives.data_size)
+        attention_cost = architecture_of(self.model_config).attention_cost
         batches = make_batches(
-            self.data.encode(mine),
+            deal(drawn, self.data.encode, attention_cost=attention_cost, collectives=collectives),
             row_tokens=self.config.training.seq_len,
             rows=shape.rows,
             length_multiple=shape.length_multiple,

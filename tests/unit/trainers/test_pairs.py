@@ -7,14 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.unit.trainers.credit_fakes import on_ranks
 from titan_rl.config.choice import build
 from titan_rl.config.entry import read_checked
+from titan_rl.data.preferences import Encoded, Preference
 from titan_rl.errors import ConfigError
 from titan_rl.observability.summary import write_json
 from titan_rl.trainers import validation
 from titan_rl.trainers.configuration import configure
 from titan_rl.trainers.pair_batches import make_batches
-from titan_rl.trainers.pair_data import open_pair_data, share
+from titan_rl.trainers.pair_data import deal, open_pair_data
 from titan_rl.trainers.pair_reporting import PairReporter, PairSummary
 from titan_rl.trainers.pair_trainer import PairTrainer
 
@@ -88,13 +90,38 @@ def open_data(**changes):
     )
 
 
-def test_draws_depend_on_the_cursor_alone_and_ranks_share_them_without_overlap():
+def test_draws_depend_on_the_cursor_alone():
     data = open_data()
     whole = [p.id for p in data.draw(0, 30)]
     assert [p.id for start in (0, 10, 20) for p in data.draw(start, 10)] == whole
-    shares = [[p.id for p in share(data.draw(0, 30), rank=rank, size=4)] for rank in range(4)]
-    assert sorted(name for part in shares for name in part) == sorted(whole)
-    assert [len(part) for part in shares] == [8, 8, 7, 7]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 40])
+def test_ranks_train_every_preference_once_with_equal_work_and_encode_none_more_than_twice(world):
+    """On forty ranks ten have none."""
+    drawn = [Preference(str(index), (), "x", "y") for index in range(30)]
+
+    def work(rank, collectives):
+        asked = []
+
+        def encode(preferences):
+            asked.extend(preferences)
+            lengths = [4 + (37 * int(p.id) ** 2) % 97 for p in preferences]
+            return [
+                Encoded(p, tuple((side, [1] * n, [True] * n) for side in ("chosen", "rejected")))
+                for p, n in zip(preferences, lengths, strict=True)
+            ]
+
+        return deal(drawn, encode, attention_cost=0.1, collectives=collectives), len(asked)
+
+    found = on_ranks(world, work)
+    held = [[int(encoded.preference.id) for encoded in mine] for mine, _ in found]
+    assert sorted(index for part in held for index in part) == list(range(30))
+    assert all(part == sorted(part) for part in held)
+    assert sum(count for _, count in found) <= 60
+    costs = [sum(n + 0.1 * n**2 for encoded in mine for n in encoded.lengths) for mine, _ in found]
+    if world <= 4:  # every fourth preference would leave one of four ranks with 14 % more than the mean
+        assert max(costs) < 1.001 * sum(costs) / world
 
 
 def test_what_a_run_can_draw_is_scored_and_nothing_twice():
