@@ -104,7 +104,7 @@ class BatchingSection:
     reduce_gradients: ReduceGradients = "auto"
     """Add gradients up over ranks after every micro-batch, or once after the last, until when each rank keeps
     the whole gradient, and the whole weights between micro-batches, instead of its shard. ``"auto"``: after
-    the last when the gradient takes at most 1 GiB."""
+    the last when the gradient takes at most 1 GiB. A pipeline waits for the last whatever stands here."""
 
 
 @dataclass(kw_only=True, slots=True)
