@@ -11,7 +11,7 @@ WORKERS ?= 2
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 1
 SMOLLM2 := models/smollm2-135m
 
-.PHONY: help setup quickstart tiny chain test nightly faults lint doctor clean
+.PHONY: help setup quickstart tiny chain test nightly faults soak lint doctor clean
 
 help: ## Show these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -48,7 +48,10 @@ nightly: setup ## Run what `make test` leaves out: 8 ranks, experts on 4 ranks, 
 faults: setup ## Kill, stop and corrupt runs at every point; results in outputs/faults.jsonl
 	mkdir -p outputs && rm -f outputs/faults.jsonl
 	OMP_NUM_THREADS=1 TITAN_RL_FAULT_RESULTS=$(CURDIR)/outputs/faults.jsonl \
-		$(BIN)/python -m pytest -m "not nightly" tests/faults
+		$(BIN)/python -m pytest -m "not nightly and not soak" tests/faults
+
+soak: setup ## 200 steps with a rank killed now and then: the same end, and nothing that grows
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak tests/faults/test_soak.py
 
 doctor: setup ## Say what this machine and this environment can run
 	$(BIN)/titan-rl doctor
