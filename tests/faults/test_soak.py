@@ -176,7 +176,8 @@ def report(
     again = len(lines) / 2 - STEPS
     with capsys.disabled():
         print(f"\n{STEPS} steps, {kills} kills, one in {MEAN_SECONDS:g} s on average, seed {SEED}.")
-        print(f"Steps that were done again: {again:g}. Seconds: {seconds[0]:.0f} without, {seconds[1]:.0f}.")
+        print(f"Steps that were done again: {again:g}.")
+        print(f"Seconds: {seconds[0]:.0f} without kills, {seconds[1]:.0f} with them.")
         print(f"Goodput, time without kills by time with them: {seconds[0] / seconds[1]:.2f}.")
         for name, watch in zip(("ranks, without kills", "launcher, with them"), watches, strict=True):
             early, late = watch.early_and_late()
