@@ -23,6 +23,8 @@ from titan_rl.titan.buckets import Bucket
 Prepared = tuple[torch.Tensor, dict[str, Any], torch.Tensor]
 Metrics = dict[str, torch.Tensor]
 
+_MOST_SENDS = 4  # activations of scoring that a rank holds until the next stage has taken them
+
 
 class Pipeline:
     """This rank's stages among those of all pipeline ranks; stage ``s`` lies on rank ``s`` modulo ranks."""
@@ -40,7 +42,7 @@ class Pipeline:
         """
         self._parts, self._schedule, self._group, self._device = list(parts), schedule, group, device
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._sends: list[Any] = []
+        self._sends: deque[tuple[Any, torch.Tensor]] = deque()
 
     # ------------------------------------------------------------------------------------- training
 
@@ -150,7 +152,9 @@ class Pipeline:
         return None
 
     def _send(self, states: torch.Tensor, stage: int) -> None:
-        self._sends = [(work, kept) for work, kept in self._sends if not work.is_completed()]
+        # gloo says that a send is complete only to who waits for it, so what is kept has a bound of its own.
+        while len(self._sends) >= _MOST_SENDS:
+            self._sends.popleft()[0].wait()
         states = states.contiguous()
         work = dist.isend(states, group=self._group, group_dst=stage % self._ranks)
         self._sends.append((work, states))  # kept until it is sent
@@ -164,9 +168,8 @@ class Pipeline:
             scores: fp32, by number; empty on the other ranks.
             shapes: Of all scores, known to all ranks.
         """
-        for work, _ in self._sends:
-            work.wait()
-        self._sends = []
+        while self._sends:
+            self._sends.popleft()[0].wait()
         found = []
         for number, shape in enumerate(shapes):
             score = scores.get(number)

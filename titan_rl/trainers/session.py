@@ -47,6 +47,7 @@ def run(config: Any, document: Document, *, evaluate_only: bool = False) -> int:
             return 0
         trainer: Any = session.trainer
         trainer.evaluate_only() if evaluate_only else trainer.train()
+        session.finish()
     except CHECKPOINT_ERRORS as error:  # the rest is an interrupt, or the end of the process
         error = _as_users_input(error)
         if isinstance(error, ConfigError):
@@ -55,7 +56,6 @@ def run(config: Any, document: Document, *, evaluate_only: bool = False) -> int:
             traceback.print_exc()
         session.fail(error)
         return 2 if isinstance(error, ConfigError) else 1
-    session.finish()
     return 0
 
 

@@ -154,3 +154,21 @@ def test_what_one_stage_holds_is_what_all_hold():
     assert run.union({"b", "ä"}) == {"b", "ä"}
     assert run.union(set()) == set()
     assert run.text_of(0, "Grüße") == run.text_of_last_stage("Grüße") == "Grüße"
+
+
+def test_a_rank_keeps_few_activations_that_it_sent_even_if_nobody_asks_for_scores(monkeypatch):
+    """A teacher's hidden states are not asked back; over gloo a send is complete only to who waits for it."""
+    waiting = []
+
+    def isend(states, *, group, group_dst):
+        work = SimpleNamespace(is_completed=lambda: False, wait=lambda: waiting.remove(work))
+        waiting.append(work)
+        return work
+
+    monkeypatch.setattr(dist, "isend", isend)
+    stages = pipeline(Stage())
+    for number in range(20):
+        stages._send(torch.zeros(2), 1)
+        assert len(waiting) == len(stages._sends) == min(number + 1, 4)
+    stages.from_last_stage({}, [])
+    assert waiting == []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -57,3 +58,29 @@ def test_a_signal_that_comes_while_a_run_that_is_done_closes_does_not_end_it(
         signals.stop_listening()
     assert handlers
     assert signal.SIG_DFL not in handlers
+
+
+def test_a_run_that_cannot_close_does_not_leave_the_status_of_one_that_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    group: Any = SimpleNamespace(rank=0, world_size=1)
+
+    def start(self: Any) -> bool:
+        control = StopControl(grace_seconds=10, stop_after_minutes=0, group=group)
+        self.trainer = SimpleNamespace(
+            outcome="done", step=3, control=control, close=close, train=lambda: None
+        )
+        return True
+
+    def close() -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(session._Session, "start", start)
+    try:
+        assert session.run(config_of(tmp_path), document=cast(Any, None)) == 1
+    finally:
+        signals.stop_listening()
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["outcome"], status["step"]) == ("failed", 3)
+    assert "no space left" in status["cause"]
