@@ -63,13 +63,16 @@ def parallel_dims(*degrees: tuple[str, Any]) -> ParallelDims:
     return ParallelDims.from_config(ParallelismConfig(**dict(degrees)), dist.get_world_size())
 
 
-def without_models(spec: Any, *, rows: int = 8, seq_len: int = 2048, **parallel: Any) -> Rank:
+def without_models(
+    spec: Any, *, rows: int = 8, seq_len: int = 2048, activation_checkpoint: Any = None, **parallel: Any
+) -> Rank:
     """What a trainer holds before its models are built.
 
     Args:
         spec: The policy's.
         rows: ``training.local_batch_size``.
         seq_len: ``training.seq_len``.
+        activation_checkpoint: ``[activation_checkpoint]``.
         parallel: ``[parallelism]``.
     """
     parallelism = ParallelismConfig(**parallel)
@@ -86,7 +89,7 @@ def without_models(spec: Any, *, rows: int = 8, seq_len: int = 2048, **parallel:
             training=training,
             parallelism=parallelism,
             compile=CompileConfig(enable=False),
-            activation_checkpoint=None,
+            activation_checkpoint=activation_checkpoint,
             dump_folder="",
         ),
         parallel_dims=dims,
@@ -107,7 +110,7 @@ def build(model: Path | ModelSpec, **options: Any) -> Rank:
     rank = without_models(spec, **(options or FSDP))
     rank.adapter = build_adapter(spec, spec.model)
     torch.manual_seed(5)
-    rank.policy = build_sharded(rank, spec, spec.model)
+    rank.policy = build_sharded(rank, spec, spec.model, ac_config=rank.config.activation_checkpoint)
     rank.model_parts, rank.module = rank.policy.parts, rank.policy.parts[0]
     return rank
 
