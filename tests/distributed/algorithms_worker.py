@@ -171,7 +171,7 @@ class Setup:
         self.collectives = Collectives(self.rank.parallel_dims, torch.device("cpu"))
         self.groups = make_groups()
         reference, teacher = self._changed(0.05), self._changed(0.1)
-        self.teacher = Teacher(Teacher.Config(), model=teacher, vocab_size=VOCAB, temperature=TEMPERATURE)
+        self.teacher = Teacher(Teacher.Config(), model=teacher, temperature=TEMPERATURE)
         shape = len(self.groups), max(map(len, GROUPS)), LONGEST
         generator = torch.Generator().manual_seed(4)
 

@@ -15,15 +15,18 @@ import torch.distributed.checkpoint as dcp
 
 from tests.distributed import launching
 from tests.distributed.algorithms_worker import Setup
-from tests.distributed.fsdp_worker import full
+from tests.distributed.fsdp_worker import TEMPERATURE, full
 from tests.distributed.steps import Step
 from titan_rl.batching.micro_batch import MicroBatch
+from titan_rl.policy.teacher import Teacher
 from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.rollout.samples import to_samples
 from titan_rl.titan.sharded_model import Hidden, ShardedModel
 from titan_rl.trainers.optimization import StepBatch
 
-NAMES = ("grpo", "gspo", "ppo")
+DISTILLATION = "on_policy_distillation"
+NAMES = ("grpo", "gspo", "ppo", DISTILLATION)
+TOP_K = {"divergence": "forward", "top_k": 5}
 SHARED = ("ppo",)
 """Also computed with rows that share prompts; it has a critic and a reference."""
 TP, CP, PP = "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"
@@ -134,6 +137,16 @@ def leaking_step(setup: Setup, batch: StepBatch) -> Step:
         del model.prepare
 
 
+def distilling(setup: Setup) -> Step:
+    """A step of on-policy distillation from the teacher's likeliest tokens."""
+    whole = setup.teacher
+    setup.teacher = Teacher(Teacher.Config(**TOP_K), model=whole._model, temperature=TEMPERATURE)
+    try:
+        return setup.step(DISTILLATION, setup.batch(DISTILLATION, "packed"))
+    finally:
+        setup.teacher = whole
+
+
 def alternating(setup: Setup, batch: StepBatch) -> list[Step]:
     """Score and train in turns."""
     scorer = LogprobScorer(setup.rank.policy, temperature=1.0)
@@ -212,6 +225,7 @@ def run(directory: Path) -> None:
             keep(f"{layout}/{name}", setup.step(name, batch))
         for name in SHARED:
             keep(f"{layout}/shared/{name}", setup.step(name, setup.batch(name, "shared")))
+        keep(f"{layout}/top_k", distilling(setup))
         rest[f"{layout}/micro_batches"] = len(batches["grpo"].micro_batches)
         if layout in FAULTS:
             keep(f"{layout}/fault", faulty(setup, FAULTS[layout], batches["grpo"]))

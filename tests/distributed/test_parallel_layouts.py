@@ -1,4 +1,4 @@
-"""A step of GRPO, GSPO and PPO with critic and reference under every parallel layout, against one rank.
+"""A step of GRPO, GSPO, PPO with critic and reference, and distillation in every layout, against one rank.
 
 parallel_worker.py computes with 2 and 4 gloo ranks; this process is the one rank, with padded rows. "Equal":
 per tensor ``||a - b|| <= 1e-5 ||b|| + 1e-8``, in fp32, and a loss within 1e-6 of its terms (steps.py). Those
@@ -29,7 +29,8 @@ def directory(tmp_path_factory):
 def expected(directory):
     with launching.only_rank(directory):
         setup = algorithms_worker.Setup(directory)
-        return {name: setup.step(name, setup.batch(name, "one_of_eight")) for name in NAMES}
+        steps = {name: setup.step(name, setup.batch(name, "one_of_eight")) for name in NAMES}
+        return steps | {"top_k": parallel_worker.distilling(setup)}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def step(launch, case) -> Step:
 
 
 @pytest.mark.parametrize("world_size", [2, 4, NIGHTLY])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "top_k"])
 def test_every_layout_gives_the_loss_metrics_and_gradients_of_one_rank(launched, expected, world_size, name):
     launch = launched(world_size)
     for layout in LAYOUTS[world_size]:

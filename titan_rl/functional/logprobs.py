@@ -252,7 +252,7 @@ def _chunk_statistics(
     """
     largest = logits.amax(dim=-1)
     if is_shard:
-        row, is_here = _in_shard(targets, logits.shape[-1])
+        row, is_here = in_shard(targets, logits.shape[-1])
         target = logits.gather(-1, row[:, None]).squeeze(-1).where(is_here, 0.0)
     else:
         target = logits.gather(-1, targets[:, None]).squeeze(-1)
@@ -266,7 +266,7 @@ def _chunk_statistics(
     return ChunkStatistics(largest, sum_exp, target, sum_exp_shifted)
 
 
-def _in_shard(targets: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def in_shard(targets: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Row of each target among the first ``num_rows``, clamped to them, and whether it is one of them."""
     return targets.clamp(0, num_rows - 1), (targets >= 0) & (targets < num_rows)
 
@@ -293,7 +293,7 @@ def _grad_logits(
         gradient.mul_(0.0 if grad_logprobs is None else -grad_logprobs[:, None])
     if grad_logprobs is not None:
         if is_shard:
-            targets, is_here = _in_shard(targets, gradient.shape[-1])
+            targets, is_here = in_shard(targets, gradient.shape[-1])
             grad_logprobs = grad_logprobs.where(is_here, 0.0)
         gradient.scatter_add_(-1, targets[:, None], grad_logprobs[:, None])
     return gradient

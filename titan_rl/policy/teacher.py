@@ -7,7 +7,7 @@ It runs on the micro-batches that the policy trains on and hands out its hidden 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -21,12 +21,12 @@ from titan_rl.errors import ConfigError
 from titan_rl.functional.distillation import chunked_divergence
 from titan_rl.titan.api import ModelSpec, logger
 from titan_rl.titan.models import ModelSection, build_adapter, build_frozen, build_spec
-from titan_rl.titan.sharded_model import ShardedModel
+from titan_rl.titan.sharded_model import Hidden, ShardedModel, TensorParallelVocabulary
 from titan_rl.titan.weights import has_hf_weights, load_checkpoint, load_hf
 
-TokenDivergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From the policy's hidden states ``[N, D]`` at trained tokens and its output projection ``[V, D]`` to the
-divergence ``[N]`` from the teacher there, in nats, with grad."""
+TokenDivergence = Callable[[torch.Tensor, torch.Tensor, TensorParallelVocabulary | None], torch.Tensor]
+"""From the policy's hidden states ``[N, D]`` at trained tokens, its output projection ``[V, D]`` and which
+rows of the vocabulary these are, to the divergence ``[N]`` from the teacher there, in nats, with grad."""
 
 
 class Teacher:
@@ -61,51 +61,66 @@ class Teacher:
         """Compare the k likeliest tokens, and all others as one; 0: the whole vocabulary. Likeliest under the
         policy for the reverse divergence, under the teacher for the forward one."""
 
-    def __init__(self, config: Config, *, model: ShardedModel, vocab_size: int, temperature: float) -> None:
+    def __init__(self, config: Config, *, model: ShardedModel, temperature: float) -> None:
         """Bind a model.
 
         Args:
             config: ``[teacher]``.
             model: Frozen and sharded, with its weights; gives hidden states.
-            vocab_size: The policy's. The teacher's further tokens are left out of its distribution.
             temperature: Both models' logits are divided by it; the one that the generator samples with.
         """
-        self._model, self._vocab_size = model, vocab_size
+        self._model = model
         self._divergence = functools.partial(
             chunked_divergence, temperature=temperature, divergence=config.divergence, top_k=config.top_k
         )
 
     @contextmanager
-    def gathered(self) -> Generator[None]:
-        """Shard everything again at the end.
+    def comparing(self, micro_batches: Sequence[MicroBatch]) -> Generator[Callable[[int], TokenDivergence]]:
+        """Compare a policy with the teacher while it is trained on these micro-batches. Collective.
 
-        Until then the output projection stays gathered after :meth:`compare`, for the backward pass.
+        The teacher runs on each of them, without grad, when it is asked for. With pipeline parallelism it
+        runs on all of them first, because the ranks without the last stage are in the schedule afterwards.
+        The last stage then holds the states of all trained tokens.
+
+        Args:
+            micro_batches: On the model's device.
+
+        Yields:
+            From a micro-batch's number to what compares a policy with the teacher there. To be called where
+            the policy's last hidden states are, within TorchTitan's context for a forward pass. The output
+            projection stays gathered until the end, for the backward pass.
         """
+        held: dict[int, torch.Tensor] | None = None
+        if self._model.has_stages:
+            held = self._model.scores_of_last_stage(
+                micro_batches, lambda number, hidden: _trained(hidden, micro_batches[number])
+            )
+
+        def compare(number: int) -> TokenDivergence:
+            states = self._states(micro_batches[number]) if held is None else held[number]
+            weight = self._model.unsharded_head().weight
+            # A teacher with more rows is cut to the policy's: those of the last shard.
+            return lambda ours, output, shard: self._divergence(
+                ours, output, states, weight[: output.shape[0]], shard=shard
+            )
+
         try:
-            yield
+            yield compare
         finally:
             self._model.reshard()
 
-    def compare(self, micro_batch: MicroBatch) -> TokenDivergence:
-        """Run the teacher on a micro-batch, without grad; give what compares a policy with it. Collective.
-
-        To be used within :meth:`gathered` and TorchTitan's context for a forward pass.
-
-        Args:
-            micro_batch: On the model's device.
-        """
-        states = self._hidden(micro_batch)
-        weight = self._model.unsharded_head().weight[: self._vocab_size]
-        return lambda ours, output: self._divergence(ours, output, states, weight)
-
     @torch.no_grad()
-    def _hidden(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Hidden states ``[N, E]`` of the trained tokens of this rank."""
+    def _states(self, micro_batch: MicroBatch) -> torch.Tensor:
         hidden = self._model.forward(micro_batch)
         if hidden is None:
-            raise ValueError("A teacher must be one stage; check_teacher refuses pipeline parallelism.")
+            raise ValueError("A teacher that is cut into stages must run before the policy's schedule.")
         self._model.reshard()
-        return hidden.states[hidden.local(micro_batch.loss_mask)]
+        return _trained(hidden, micro_batch)
+
+
+def _trained(hidden: Hidden, micro_batch: MicroBatch) -> torch.Tensor:
+    """Hidden states ``[N, E]`` of the trained tokens of this rank."""
+    return hidden.states[hidden.local(micro_batch.loss_mask)]
 
 
 def check_teacher(
@@ -116,7 +131,7 @@ def check_teacher(
     vocab_size: int,
     parallelism: Any,
 ) -> None:
-    """Refuse a teacher that is missing, not asked for, without weights, cut up or of another vocabulary.
+    """Refuse a teacher that is missing, not asked for, without weights or of another vocabulary.
 
     Args:
         config: ``[teacher]``, or None without the table.
@@ -151,33 +166,37 @@ def check_teacher(
             config.hf_assets_path,
             "A teacher with random weights teaches nothing.",
         )
-    for axis in ("tensor", "pipeline"):
-        degree = getattr(parallelism, f"{axis}_parallel_degree")
-        if degree > 1:
-            raise ConfigError(
-                f"parallelism.{axis}_parallel_degree",
-                "be 1 with a [teacher], whose distribution is compared where the whole vocabulary is",
-                degree,
-                "Shard over parallelism.data_parallel_shard_degree or context_parallel_degree.",
-            )
-    _check_vocabulary(config, model, vocab_size)
+    spec: Any = teacher_spec(config, model)
+    _check_vocabulary(config, model, rows=spec.model.vocab_size, vocab_size=vocab_size)
+    _check_shards(spec.model.vocab_size, vocab_size, parallelism.tensor_parallel_degree)
 
 
-def _check_vocabulary(config: Teacher.Config, model: ModelSection, vocab_size: int) -> None:
+def _check_shards(rows: int, vocab_size: int, degree: int) -> None:
+    """Tensor-parallel ranks compare the rows that they hold, which must be those of the same tokens."""
+    ours, theirs = -(-vocab_size // degree), -(-rows // degree)
+    if degree > 1 and ours != theirs:
+        raise ConfigError(
+            "parallelism.tensor_parallel_degree",
+            f"cut the {vocab_size} output rows of [model] and the {rows} of [teacher] at the same tokens: a "
+            f"rank would hold {ours} of the one and {theirs} of the other",
+            degree,
+            "Set 1, or choose a teacher with as many output rows.",
+        )
+
+
+def _check_vocabulary(config: Teacher.Config, model: ModelSection, *, rows: int, vocab_size: int) -> None:
     """The same tokens must have the same numbers, and the teacher a probability for each of them.
 
     Output rows beyond the tokenizer are padding: models of one family are padded differently. A teacher with
     more rows is cut to the policy's, which leaves its distribution given that the token is one that the
     policy can sample. With fewer rows it would give tokens of the policy the probability 0.
     """
-    spec: Any = teacher_spec(config, model)
     is_compared = has_same_vocabulary(
         config.hf_assets_path,
         model.hf_assets_path,
         where="teacher.hf_assets_path",
         why="distributions are compared token by token",
     )
-    rows = spec.model.vocab_size
     if rows != vocab_size and not (is_compared and rows > vocab_size):
         remedy = "Take a teacher with the policy's tokenizer."
         if rows > vocab_size:
@@ -241,6 +260,5 @@ def build_teacher(config: Teacher.Config, trainer: Any) -> Teacher:
     return Teacher(
         config,
         model=model,
-        vocab_size=trainer.model_config.vocab_size,
         temperature=trainer.config.sampling.temperature,
     )

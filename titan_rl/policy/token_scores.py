@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.functional.logprobs import chunked_logprobs
+from titan_rl.policy.teacher import TokenDivergence
 from titan_rl.titan.sharded_model import Hidden, ShardedModel
 
 
@@ -35,7 +36,7 @@ def token_scores(
     *,
     temperature: float,
     with_entropy: bool = False,
-    divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    divergence: TokenDivergence | None = None,
 ) -> TokenScores:
     """Score the trained tokens of a micro-batch from its hidden states.
 
@@ -48,8 +49,8 @@ def token_scores(
         micro_batch: On the model's device.
         temperature: Logits are divided by it.
         with_entropy: Also return the entropy.
-        divergence: From hidden states ``[N, D]`` and output projection ``[V, D]`` to the divergence ``[N]``
-            from a teacher (:meth:`titan_rl.policy.teacher.Teacher.compare`), or None without one.
+        divergence: What compares with a teacher (:meth:`titan_rl.policy.teacher.Teacher.comparing`), or None
+            without one.
     """
     weight = model.unsharded_head().weight
     mask = hidden.local(micro_batch.loss_mask)
@@ -69,7 +70,7 @@ def token_scores(
     return TokenScores(
         logprobs=rows(logprobs),
         entropy=None if entropy is None else rows(entropy),
-        teacher_kl=None if divergence is None else rows(divergence(trained, weight)),
+        teacher_kl=None if divergence is None else rows(divergence(trained, weight, model.vocabulary)),
     )
 
 

@@ -159,6 +159,11 @@ class Pipeline:
         work = dist.isend(states, group=self._group, group_dst=stage % self._ranks)
         self._sends.append((work, states))  # kept until it is sent
 
+    def wait_for_sends(self) -> None:
+        """Until the next stages have what :meth:`forward` sent them."""
+        while self._sends:
+            self._sends.popleft()[0].wait()
+
     def from_last_stage(
         self, scores: Mapping[int, torch.Tensor], shapes: Sequence[tuple[int, ...]]
     ) -> list[torch.Tensor]:
@@ -168,8 +173,6 @@ class Pipeline:
             scores: fp32, by number; empty on the other ranks.
             shapes: Of all scores, known to all ranks.
         """
-        while self._sends:
-            self._sends.popleft()[0].wait()
         found = []
         for number, shape in enumerate(shapes):
             score = scores.get(number)

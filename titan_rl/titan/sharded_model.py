@@ -83,6 +83,7 @@ class TensorParallelVocabulary:
 
     Attributes:
         start: Token id of the first row.
+        size: Rows over all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, vocab_size: int) -> None:
@@ -92,7 +93,7 @@ class TensorParallelVocabulary:
             group: The tensor-parallel ranks.
             vocab_size: Rows over all ranks.
         """
-        self._group = group
+        self._group, self.size = group, vocab_size
         per_rank = -(-vocab_size // dist.get_world_size(group))
         self.start = min(vocab_size, per_rank * dist.get_rank(group))
 
@@ -105,6 +106,12 @@ class TensorParallelVocabulary:
         """Sum over the ranks, element by element, in place."""
         dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self._group)
         return values
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """``[S, ...]``, the values of each of S ranks; of one shape on all of them."""
+        parts = [torch.empty_like(values) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(parts, values.contiguous(), group=self._group)
+        return torch.stack(parts)
 
 
 class ShardedModel:
@@ -286,7 +293,36 @@ class ShardedModel:
             elif isinstance(part, FSDPModule):
                 part.set_requires_all_reduce(is_last)
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether the last hidden states are on the ranks of a pipeline's last stage only."""
+        return self._pipeline is not None
+
     @torch.no_grad()
+    def scores_of_last_stage(
+        self, batches: Sequence[Rows], score: Callable[[int, Hidden], torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Run without gradient, and leave nothing gathered. Collective.
+
+        Args:
+            batches: As for :meth:`forward_backward`.
+            score: From a micro-batch's number and hidden states to a tensor.
+
+        Returns:
+            What it gave, by the micro-batch's number; nothing on a rank without the last stage.
+        """
+        scores: dict[int, torch.Tensor] = {}
+        for number, rows in enumerate(batches):
+            heartbeat.beat()
+            with self._train_context():
+                hidden = self.forward(rows)
+                if hidden is not None:
+                    scores[number] = score(number, hidden)
+        self.reshard()
+        if self._pipeline is not None:
+            self._pipeline.wait_for_sends()
+        return scores
+
     def scores(
         self, batches: Sequence[Rows], score: Callable[[int, Hidden], torch.Tensor]
     ) -> list[torch.Tensor]:
@@ -299,14 +335,7 @@ class ShardedModel:
         Returns:
             What it gave for every micro-batch, on all ranks.
         """
-        scores: dict[int, torch.Tensor] = {}
-        for number, rows in enumerate(batches):
-            heartbeat.beat()
-            with self._train_context():
-                hidden = self.forward(rows)
-                if hidden is not None:
-                    scores[number] = score(number, hidden)
-        self.reshard()
+        scores = self.scores_of_last_stage(batches, score)
         if self._pipeline is None:
             return list(scores.values())
         return self._pipeline.from_last_stage(scores, [tuple(rows.input_ids.shape) for rows in batches])

@@ -11,11 +11,16 @@ from titan_rl.algorithms.registries import ADVANTAGES, LOSSES, SURROGATES
 from titan_rl.config.choice import Choice, build
 from titan_rl.data.chat import has_same_vocabulary
 from titan_rl.errors import ConfigError
-from titan_rl.policy.teacher import check_teacher
+from titan_rl.policy.teacher import check_teacher, teacher_spec
 from titan_rl.rewards.spec import RewardSpec, check_specs
 from titan_rl.titan.architecture import architecture_of
 from titan_rl.trainers.layout import Degrees
-from titan_rl.trainers.layout_checks import contradictions
+from titan_rl.trainers.layout_checks import (
+    check_heads,
+    check_pipeline,
+    check_vocabulary,
+    contradictions,
+)
 from titan_rl.trainers.row_shape import shares_prompts
 
 if TYPE_CHECKING:
@@ -104,11 +109,28 @@ def _check_algorithm(config: RLTrainer.Config) -> None:
         vocab_size=spec.model.vocab_size,
         parallelism=config.parallelism,
     )
+    _check_layout_of_teacher(config)
     check_composition(
         needs,
         group_size=config.sampling.group_size,
         advantage_type=Choice(ADVANTAGES).name_of(config.advantage),
     )
+
+
+def _check_layout_of_teacher(config: RLTrainer.Config) -> None:
+    """The policy's layout was checked; an architecture of its own has other heads and layers."""
+    if config.teacher is None:
+        return
+    spec: Any = teacher_spec(config.teacher, config.model)
+    parallelism, architecture = config.parallelism, architecture_of(spec.model)
+    rows = config.training.local_batch_size
+    for error in (
+        *check_heads(parallelism, architecture),
+        *check_vocabulary(parallelism, architecture),
+        *check_pipeline(parallelism, architecture, local_batch_size=rows),
+    ):
+        constraint = error.constraint.replace("[model]", "[teacher]")
+        raise ConfigError(error.where, constraint, error.got, error.remedy)
 
 
 def check_supervised_config(config: SupervisedTrainer.Config, *, world_size: int, device_type: str) -> None:

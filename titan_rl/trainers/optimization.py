@@ -164,36 +164,37 @@ def forward_backward(
         The loss's metrics of each micro-batch: this rank's parts of sums, or maxima.
     """
 
-    def loss(index: int, hidden: Hidden) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        micro_batch = batch.micro_batches[index]
-        scores = token_scores(
-            model,
-            hidden,
-            micro_batch,
-            temperature=temperature,
-            with_entropy=True,
-            divergence=None if teacher is None else teacher.compare(micro_batch),
-        )
-        faults.at("forward_backward", index, values=[scores.logprobs])
-        output = loss_fn(
-            LossInputs(
-                policy_logprobs=scores.logprobs,
-                advantages=micro_batch.advantages,
-                loss_mask=micro_batch.loss_mask,
-                sample_index=micro_batch.sample_index,
-                generator_logprobs=micro_batch.generator_logprobs,
-                num_loss_tokens=batch.num_loss_tokens,
-                num_samples=batch.num_samples,
-                max_tokens=max_tokens,
-                old_logprobs=batch.old_logprobs[index] if batch.old_logprobs else None,
-                ref_logprobs=batch.ref_logprobs[index] if batch.ref_logprobs else None,
-                entropy=_entropy(scores.entropy, with_grad=loss_fn.entropy.coefficient > 0),
-                teacher_kl=scores.teacher_kl,
-            )
-        )
-        return output.loss, output.metrics
+    with nullcontext() if teacher is None else teacher.comparing(batch.micro_batches) as compare:
 
-    with nullcontext() if teacher is None else teacher.gathered():
+        def loss(index: int, hidden: Hidden) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            micro_batch = batch.micro_batches[index]
+            scores = token_scores(
+                model,
+                hidden,
+                micro_batch,
+                temperature=temperature,
+                with_entropy=True,
+                divergence=None if compare is None else compare(index),
+            )
+            faults.at("forward_backward", index, values=[scores.logprobs])
+            output = loss_fn(
+                LossInputs(
+                    policy_logprobs=scores.logprobs,
+                    advantages=micro_batch.advantages,
+                    loss_mask=micro_batch.loss_mask,
+                    sample_index=micro_batch.sample_index,
+                    generator_logprobs=micro_batch.generator_logprobs,
+                    num_loss_tokens=batch.num_loss_tokens,
+                    num_samples=batch.num_samples,
+                    max_tokens=max_tokens,
+                    old_logprobs=batch.old_logprobs[index] if batch.old_logprobs else None,
+                    ref_logprobs=batch.ref_logprobs[index] if batch.ref_logprobs else None,
+                    entropy=_entropy(scores.entropy, with_grad=loss_fn.entropy.coefficient > 0),
+                    teacher_kl=scores.teacher_kl,
+                )
+            )
+            return output.loss, output.metrics
+
         return model.forward_backward(batch.micro_batches, loss)
 
 

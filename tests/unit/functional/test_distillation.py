@@ -213,13 +213,13 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_no_buffer_is_larger_than_a_chunk_of_logits(top_k):
-    inputs = _inputs(256, vocabulary=128, dim=4, teacher_dim=4, dtype=torch.float32)
+    inputs = _inputs(256, vocabulary=256, dim=4, teacher_dim=4, dtype=torch.float32)
     with _Largest() as largest:
         chunked_divergence(*inputs, chunk_tokens=16, top_k=top_k).sum().backward()
-    assert largest.elements == 16 * 128
+    assert largest.elements == 16 * 256
     with _Largest() as dense:
         chunked_divergence(*inputs, chunk_tokens=256, top_k=top_k).sum().backward()
-    assert dense.elements == 256 * 128
+    assert dense.elements == 256 * 256
 
 
 @pytest.mark.parametrize(

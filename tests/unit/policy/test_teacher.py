@@ -66,15 +66,20 @@ def test_a_teacher_without_weights_is_refused(directory):
             check(config)
 
 
-@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
-def test_a_vocabulary_that_is_cut_up_or_a_stage_away_cannot_be_compared(directory, axis):
+def test_tensor_parallel_ranks_must_hold_the_rows_of_the_same_tokens(directory):
     config = Teacher.Config(hf_assets_path=str(directory))
-    check(config, context_parallel_degree=2)
-    check(None, 0.0, **{f"{axis}_parallel_degree": 2})
-    with pytest.raises(
-        ConfigError, match=rf"parallelism\.{axis}_parallel_degree must be 1 with a \[teacher\]"
-    ):
-        check(config, **{f"{axis}_parallel_degree": 2})
+    check(config, tensor_parallel_degree=2, pipeline_parallel_degree=2, context_parallel_degree=2)
+    change(directory, vocab_size=VOCAB + 24)
+    check(config, pipeline_parallel_degree=2)
+    with pytest.raises(ConfigError) as caught:
+        check(config, tensor_parallel_degree=2)
+    assert str(caught.value) == (
+        "parallelism.tensor_parallel_degree must cut the 104 output rows of [model] and the 128 of [teacher] "
+        "at the same tokens: a rank would hold 52 of the one and 64 of the other; got 2. Set 1, or choose a "
+        "teacher with as many output rows."
+    )
+    change(directory, vocab_size=VOCAB + 1)  # 35 of 104 and of 105 rows: the last rank's further row is cut
+    check(config, tensor_parallel_degree=3)
 
 
 def test_more_rows_are_allowed_with_the_same_tokenizer_and_fewer_never(directory):
@@ -142,16 +147,13 @@ class Model(nn.Module):
 def test_the_divergence_stands_at_trained_tokens_and_ignores_rows_that_the_policy_lacks(divergence):
     torch.manual_seed(0)
     policy, model = Model(4, 7), Model(5, 9)
-    teacher = Teacher(
-        Teacher.Config(divergence=divergence), model=one_part(model), vocab_size=7, temperature=0.5
-    )
+    teacher = Teacher(Teacher.Config(divergence=divergence), model=one_part(model), temperature=0.5)
     batch = MicroBatch.empty(2, 6)
     batch.input_ids.copy_(torch.randint(11, (2, 6)))
     batch.loss_mask[0, 2:4] = batch.loss_mask[1, 5] = True
     ours = one_part(policy)
-    with teacher.gathered():
-        compare = teacher.compare(batch)
-        scores = token_scores(ours, ours.forward(batch), batch, temperature=0.5, divergence=compare)
+    with teacher.comparing([batch]) as compare:
+        scores = token_scores(ours, ours.forward(batch), batch, temperature=0.5, divergence=compare(0))
     p = torch.softmax(policy.lm_head(policy.embedding(batch.input_ids)) / 0.5, -1)
     q = torch.softmax(model.lm_head(model.embedding(batch.input_ids))[..., :7] / 0.5, -1)
     over, under = (p, q) if divergence == "reverse" else (q, p)

@@ -89,7 +89,6 @@ class SmallRun:
         return Teacher(
             self.config.teacher or Teacher.Config(),
             model=self._other("teacher"),
-            vocab_size=VOCAB_SIZE,
             temperature=self.config.sampling.temperature,
         )
 
