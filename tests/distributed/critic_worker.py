@@ -20,6 +20,7 @@ from tests.distributed.fsdp_worker import (
     full,
     lay_out,
     leaking,
+    masked_gradient,
     whole_gradients,
     without_models,
 )
@@ -131,7 +132,7 @@ def check_gradients(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[s
     result: dict[str, Any] = {
         "micro_batches": {layout: len(batch.micro_batches) for layout, batch in batches.items()},
         "shard_rows": setup.critic.model.head.weight.to_local().shape[0],
-        "masked": _masked_gradient(setup, batches["packed"]),
+        "masked": masked_gradient(setup.critic.model, batches["packed"], setup.accumulate),
     }
     if dist.get_world_size() == 2:
         everything = list(range(len(LENGTHS)))
@@ -166,26 +167,6 @@ def _mean_per_micro_batch(setup: Setup, batch: StepBatch) -> dict[str, torch.Ten
         for name, gradient in setup.gradients(part).items():
             total[name] = total.get(name, 0) + gradient
     return total
-
-
-def _masked_gradient(setup: Setup, batch: StepBatch) -> dict[str, float]:
-    """Largest gradient of hidden states at masked and at trained tokens, over this rank's micro-batches."""
-    hidden: list[torch.Tensor] = []
-
-    def keep(module: Any, inputs: Any, output: torch.Tensor) -> None:
-        output.retain_grad()
-        hidden.append(output)
-
-    handle = setup.critic.model.parts[0].norm.register_forward_hook(keep)
-    setup.accumulate(batch)
-    handle.remove()
-    whole_gradients(setup.critic.model)
-    largest = {"masked": 0.0, "trained": 0.0}
-    for states, micro_batch in zip(hidden, batch.micro_batches, strict=True):
-        size = states.grad.abs().amax(-1)
-        for name, mask in (("masked", ~micro_batch.loss_mask), ("trained", micro_batch.loss_mask)):
-            largest[name] = max([largest[name], *size[mask].tolist()])
-    return largest
 
 
 def shards(critic: Critic) -> dict[str, int]:

@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +22,11 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 
 from tests.distributed import launching
+from tests.distributed.fsdp_exchange import check_collectives, check_handshake
 from titan_rl.algorithms.penalties import KLPenalty
 from titan_rl.algorithms.policy_loss import PolicyLoss
 from titan_rl.batching.micro_batch import MicroBatch
 from titan_rl.batching.pack import pack
-from titan_rl.errors import GeneratorError, HandshakeError
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.policy.token_scores import LogprobScorer
 from titan_rl.titan import buckets
@@ -39,8 +38,7 @@ from titan_rl.titan.models import build_adapter, build_sharded, build_sibling, c
 from titan_rl.titan.sharded_model import ShardedModel, fsdp_modules
 from titan_rl.titan.weights import WeightStream, load_hf
 from titan_rl.trainers.optimization import StepBatch, align_ranks, forward_backward
-from titan_rl.types import Sample, WeightReceipt
-from titan_rl.weight_sync.push import WeightSync, WeightSyncSection
+from titan_rl.types import Sample
 
 # Before install(), which replaces it; the same function afterwards if something has installed already.
 _TITAN_INIT = TitanModule._init_self_parameters
@@ -346,7 +344,7 @@ def check_gradients(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[s
             for layout, batch in batches.items()
         },
         "counts": [batches["packed"].num_loss_tokens, batches["packed"].num_samples],
-        "masked": _masked_gradient(step, batches["packed"]),
+        "masked": masked_gradient(step.rank.policy, batches["packed"], step.backward),
     }
     if world_size == 2:
         only_first = step.batch("packed", ids=list(range(len(LENGTHS))) if dist.get_rank() == 0 else [])
@@ -393,7 +391,9 @@ def _mean_per_micro_batch(step: Step, batch: StepBatch) -> dict[str, torch.Tenso
     return whole_gradients(step.rank.policy)
 
 
-def _masked_gradient(step: Step, batch: StepBatch) -> dict[str, float]:
+def masked_gradient(
+    model: ShardedModel, batch: StepBatch, backward: Callable[[StepBatch], Any]
+) -> dict[str, float]:
     """Largest gradient of hidden states at masked and at trained tokens, over this rank's micro-batches."""
     hidden: list[torch.Tensor] = []
 
@@ -401,102 +401,16 @@ def _masked_gradient(step: Step, batch: StepBatch) -> dict[str, float]:
         output.retain_grad()
         hidden.append(output)
 
-    handle = step.rank.module.norm.register_forward_hook(keep)
-    step.backward(batch)
+    handle = model.parts[0].norm.register_forward_hook(keep)
+    backward(batch)
     handle.remove()
-    whole_gradients(step.rank.policy)
+    whole_gradients(model)
     largest = {"masked": 0.0, "trained": 0.0}
     for states, micro_batch in zip(hidden, batch.micro_batches, strict=True):
         size = states.grad.abs().amax(-1)
         for name, mask in (("masked", ~micro_batch.loss_mask), ("trained", micro_batch.loss_mask)):
             largest[name] = max([largest[name], *size[mask].tolist()])
     return largest
-
-
-# -------------------------------------------------------------------------------- collectives, handshake
-
-
-class FakeGenerator:
-    """Receives what it is sent; scores with given log-probabilities; may forget the last tensor, or fail."""
-
-    def __init__(self, logprobs: tuple[float, ...], *, forgets: bool = False, fails: bool = False) -> None:
-        self.logprobs, self.forgets, self.fails = logprobs, forgets, fails
-
-    def altered_weights(self) -> tuple[str, ...]:
-        return ()
-
-    def load_weights(self, update: Any) -> WeightReceipt:
-        checksums: dict[str, int] = {}
-        for name, tensor in update.tensors:
-            checksums[name] = tensor_checksum(tensor)
-            if self.fails and len(checksums) == 3:
-                raise GeneratorError(f"No room for {name}.")
-        if self.forgets:
-            checksums.popitem()
-        return WeightReceipt(update.version, checksums)
-
-    def prompt_logprobs(self, token_ids: Any, temperature: float = 1.0) -> list[tuple[float, ...]]:
-        return [self.logprobs]
-
-
-def check_handshake(directory: Path) -> dict[str, Any]:
-    """Rank 1's generator is at fault in three ways; rank 0's is not."""
-    rank = build(directory / "llama")
-    collectives = Collectives(rank.parallel_dims, torch.device("cpu"))
-    is_faulty = dist.get_rank() == dist.get_world_size() - 1
-
-    def push(generator: FakeGenerator) -> str:
-        sync = WeightSync(
-            WeightSyncSection(),
-            stream=WeightStream(rank.policy, rank.adapter),
-            generator=generator,
-            policy_logprobs=lambda token_ids: [-1.0, -2.0],
-            probe=[1, 2, 3],
-            collectives=collectives,
-        )
-        try:
-            return f"version {sync.push(7).version}"
-        except HandshakeError as error:
-            return str(error)
-
-    return {
-        "sound": push(FakeGenerator((-1.0, -2.0))),
-        "forgets": push(FakeGenerator((-1.0, -2.0), forgets=is_faulty)),
-        "fails": push(FakeGenerator((-1.0, -2.0), fails=is_faulty)),
-        "other": push(FakeGenerator((-1.0, math.nan if is_faulty else -2.0))),
-    }
-
-
-def check_collectives(directory: Path) -> dict[str, Any]:
-    rank = build(directory / "llama")
-    collectives = Collectives(rank.parallel_dims, torch.device("cpu"))
-    number = dist.get_rank()
-    mine = {"b": 2.0**53 + number * 2, "a": number + 0.5}
-    collectives.barrier()
-    sent = [
-        [
-            f"from {number} to {to}".encode() if to != number or number else b""
-            for to in range(collectives.data_size)
-        ],
-        [b""] * collectives.data_size,
-    ]
-    return {
-        "integers": [
-            collectives.gather_integers(n) for n in ([2**40 + number] * (1 + number), [7] * number, [])
-        ],
-        "sent": [[part.decode() for part in collectives.send(parts)] for parts in sent],
-        "place": [collectives.rank, collectives.world_size, collectives.data_rank, collectives.data_size],
-        "sum": collectives.reduce(mine, "sum"),
-        "max": collectives.reduce(mine, "max"),
-        "min": collectives.reduce(mine, "min"),
-        "nothing": collectives.reduce({}, "sum"),
-        "scalar": collectives.reduce_scalar(dist.get_rank() + 1, "sum"),
-        "any": [collectives.any(flag) for flag in (False, dist.get_rank() == 0, True)],
-        "first": [
-            collectives.first(text)
-            for text in (None, f"é{dist.get_rank()}", "late" if dist.get_rank() == 1 else None, "x" * 3000)
-        ],
-    }
 
 
 # ------------------------------------------------------------------------------------------------- all of it
@@ -510,7 +424,7 @@ def run(directory: Path) -> None:
         "init": check_init(directory, tensors),
         "weights": check_weights(directory, prompt, tensors),
         "step": check_gradients(directory, tensors),
-        "handshake": check_handshake(directory),
-        "collectives": check_collectives(directory),
+        "handshake": check_handshake(build(directory / "llama")),
+        "collectives": check_collectives(build(directory / "llama")),
     }
     launching.write(directory, result, tensors)
