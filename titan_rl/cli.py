@@ -172,6 +172,11 @@ def _add_export(commands: Commands) -> None:
     )
     export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N directory")
     export.add_argument("output", type=Path, metavar="OUT", help="must not exist")
+    export.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write low-rank adapters in PEFT's layout, instead of merging them",
+    )
     export.set_defaults(run=_export)
 
 
@@ -259,7 +264,8 @@ def _checkpoints(parsed: argparse.Namespace, _: list[str]) -> int:
 
 
 def _export(parsed: argparse.Namespace, _: list[str]) -> int:
-    directory = importlib.import_module("titan_rl.tools.export").export(parsed.checkpoint, parsed.output)
+    export = importlib.import_module("titan_rl.tools.export").export
+    directory = export(parsed.checkpoint, parsed.output, is_adapter_only=parsed.adapter)
     print(f"Written: {directory}")
     return 0
 

@@ -74,6 +74,11 @@ def tiny_grpo() -> Any:
     return _named().from_recipe("tiny_grpo")
 
 
+def tiny_grpo_lora() -> Any:
+    """``train_configs/tiny_grpo_lora.toml``."""
+    return _named().from_recipe("tiny_grpo_lora")
+
+
 def qwen3_0_6b_gsm8k_grpo() -> Any:
     """``train_configs/qwen3_0.6b_gsm8k_grpo.toml``."""
     return _named().from_recipe("qwen3_0.6b_gsm8k_grpo")

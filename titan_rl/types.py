@@ -212,14 +212,16 @@ class WeightUpdate:
     """New weights for a generator, as a stream.
 
     Attributes:
-        kind: ``"full"``: every tensor of the model, by its Hugging Face name.
+        kind: ``"full"``: every tensor of the model, by its Hugging Face name. ``"delta"``: those that may
+            differ from ``base_version``; the generator keeps its others. ``"lora"``: low-rank adapters under
+            PEFT's names, B times its factor, to be added to the weights of the last full update.
         version: The ``policy_version`` of these weights.
-        base_version: The version that the update applies to; None for a full update.
+        base_version: The version that a delta applies to; None for a full update.
         tensors: Pairs ``(name, full tensor)``. It is consumed once; every rank sees the same order of
             names and must consume all of it, because producing it takes collectives.
     """
 
-    kind: Literal["full"]
+    kind: Literal["full", "delta", "lora"]
     version: int
     base_version: int | None
     tensors: Iterable[tuple[str, torch.Tensor]]
@@ -233,7 +235,8 @@ class WeightReceipt:
         version: ``WeightUpdate.version``.
         checksums: Integer checksum (:func:`titan_rl.functional.checksum.tensor_checksum`) by name, as
             computed by the generator on what arrived.
-        unwritten: Parameters of the generator's own model that nothing was written to.
+        unwritten: Parameters of the generator's own model that nothing was written to, though the update
+            should have: after a delta those that it reached in part.
     """
 
     version: int

@@ -288,6 +288,10 @@ class Step:
         for index, parameter in enumerate(self.reference.parameters()):
             with torch.no_grad():
                 _shard(parameter).mul_(1.0 + 0.02 * (index % 5))
+        self.scorers = [LogprobScorer(m, temperature=TEMPERATURE) for m in (self.rank.policy, self.reference)]
+        self._prepare()
+
+    def _prepare(self) -> None:
         self.rank.policy.skip_head()
         self.collectives = Collectives(self.rank.parallel_dims, torch.device("cpu"))
         generator = torch.Generator().manual_seed(4)
@@ -301,10 +305,7 @@ class Step:
         batch = align_ranks(
             lay_out(ids, layout), num_samples=len(ids), collectives=self.collectives, device=self.rank.device
         )
-        scored, batch.ref_logprobs = (
-            LogprobScorer(model, temperature=TEMPERATURE)(batch.micro_batches)
-            for model in (self.rank.policy, self.reference)
-        )
+        scored, batch.ref_logprobs = (scorer(batch.micro_batches) for scorer in self.scorers)
         for micro_batch, logprobs in zip(batch.micro_batches, scored, strict=True):
             place = micro_batch.sample_index.clamp(min=0), micro_batch.positions.clamp(max=LONGEST - 1)
             noise = torch.where(micro_batch.loss_mask, self.noise[place], 0.0)

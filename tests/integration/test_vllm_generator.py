@@ -12,8 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
-from tests.integration.tiny_models import llama, moe, reference_logprobs, weights, write_model_dirs
+from tests.integration.tiny_models import (
+    adapted,
+    adapter,
+    after_delta,
+    delta,
+    llama,
+    moe,
+    reference_logprobs,
+    weights,
+    write_model_dirs,
+)
 from tests.integration.vllm_scenarios import PREFIX, STOP, requests
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.types import FinishReason
@@ -61,7 +72,12 @@ def single(runs: dict[str, Any]) -> dict[str, Any]:
 
 def worst_difference(batch: list[dict[str, Any]], seed: int, *, is_tied: bool = True) -> float:
     """Largest difference of a log-probability from transformers', with the weights of this seed."""
-    model, differences = llama(seed, is_tied=is_tied), []
+    return worst_difference_from(llama(seed, is_tied=is_tied), batch)
+
+
+def worst_difference_from(model: LlamaForCausalLM, batch: list[dict[str, Any]]) -> float:
+    """Largest difference of a log-probability from this model's."""
+    differences = []
     for request, completion in zip(requests(), batch, strict=True):
         ours = torch.tensor(completion["logprobs"])
         theirs = reference_logprobs(
@@ -167,6 +183,51 @@ def test_a_name_that_arrives_twice_is_refused_and_the_next_load_is_whole(single:
     assert "'model.embed_tokens.weight' twice" in single["name_twice"]
     assert single["version_after_failure"] is None
     assert single["unwritten_after_failure"] == []  # and test_new_weights_... compares what it serves
+
+
+def test_a_delta_replaces_its_tensors_and_leaves_the_others(single: dict[str, Any]) -> None:
+    version, names, unwritten = single["delta"]
+    assert (version, unwritten) == (4, [])
+    assert names == sorted(name for name, _ in delta(4))
+    assert len(names) == 4
+    assert worst_difference_from(after_delta(3, delta_seed=4), single["batch_after_delta"]) < TOLERANCE
+    assert worst_difference(single["batch_after_delta"], seed=3) > 0.1
+    assert worst_difference(single["batch_after_delta"], seed=4) > 0.1
+
+
+def test_a_delta_to_another_version_or_of_a_part_of_a_layer_is_not_served(single: dict[str, Any]) -> None:
+    assert "apply to the served version 4; got one to 5" in single["delta_to_another"]
+    assert single["delta_in_part"] == ["model.layers.0.self_attn.qkv_proj.weight"]
+    assert single["version_after_part"] is None
+
+
+def test_every_push_of_an_adapter_is_served_and_changes_the_output(single: dict[str, Any]) -> None:
+    facts = single["adapters"]
+    assert facts["unwritten"][:3] == [[], [], []]
+    assert facts["checksums"] == {name: tensor_checksum(tensor) for name, tensor in adapter(5)}
+    first, second = adapted(1, adapter_seed=5), adapted(1, adapter_seed=6)
+    assert worst_difference(facts["base"], seed=1) < TOLERANCE
+    assert worst_difference_from(first, facts["first"]) < TOLERANCE
+    assert worst_difference_from(second, facts["second"]) < TOLERANCE
+    assert worst_difference_from(first, facts["second"]) > 0.1  # nor are cached keys and values the first's
+    assert worst_difference_from(first, facts["base"]) > 0.1
+    assert facts["altered"] == [[]]
+    theirs = reference_logprobs(second, PREFIX[:1], PREFIX[1:], temperature=1.0)
+    assert (torch.tensor(facts["probe"][0]) - theirs).abs().max() < TOLERANCE
+
+
+def test_an_adapter_is_added_to_the_base_that_was_loaded_last(single: dict[str, Any]) -> None:
+    facts = single["adapters"]
+    assert worst_difference(facts["new_base_alone"], seed=2) < TOLERANCE
+    assert worst_difference_from(adapted(2, adapter_seed=5), facts["new_base"]) < TOLERANCE
+
+
+def test_an_adapter_under_a_known_id_or_of_too_high_a_rank_is_refused(single: dict[str, Any]) -> None:
+    facts = single["adapters"]
+    assert "must load adapter policy-6-" in facts["old_id"]
+    assert facts["version_after_old_id"] is None
+    assert "must load adapter policy-3-" in facts["rank_too_large"]
+    assert facts["left"] == []
 
 
 def test_probe_scores_given_tokens(single: dict[str, Any]) -> None:

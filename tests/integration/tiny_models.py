@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,6 +62,57 @@ def llama(seed: int, *, is_tied: bool) -> LlamaForCausalLM:
 def weights(seed: int, *, is_tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors by their Hugging Face name, ``lm_head.weight`` included."""
     yield from llama(seed, is_tied=is_tied).state_dict().items()
+
+
+DELTA = (
+    "layers.0.self_attn.q_proj",
+    "layers.0.self_attn.k_proj",
+    "layers.0.self_attn.v_proj",
+    "1.mlp.down_proj",
+)
+
+
+def delta(seed: int) -> list[tuple[str, torch.Tensor]]:
+    """Some tensors of a tied model: those of one fused layer of vLLM's, and of a plain one."""
+    return [(n, t) for n, t in weights(seed, is_tied=True) if n.removesuffix(".weight").endswith(DELTA)]
+
+
+@functools.cache
+def after_delta(seed: int, *, delta_seed: int) -> LlamaForCausalLM:
+    """The tied model of a seed with the delta of another."""
+    model = copy.deepcopy(llama(seed, is_tied=True))
+    model.load_state_dict(dict(delta(delta_seed)), strict=False)
+    return model
+
+
+ADAPTER_RANK = 5
+
+
+def adapter(seed: int) -> list[tuple[str, torch.Tensor]]:
+    """A low-rank adapter of every linear layer of the tied model but its head, under PEFT's names."""
+    generator, found = torch.Generator().manual_seed(seed), []
+    for name, tensor in weights(1, is_tied=True):
+        if name.endswith("_proj.weight"):
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            rows, columns = tensor.shape
+            for half, shape in (("A", (ADAPTER_RANK, columns)), ("B", (rows, ADAPTER_RANK))):
+                found.append((f"{module}.lora_{half}.weight", 0.1 * torch.randn(shape, generator=generator)))
+    return found
+
+
+@functools.cache
+def adapted(seed: int, *, adapter_seed: int) -> LlamaForCausalLM:
+    """The tied model of a seed with an adapter merged into it."""
+    model, halves = copy.deepcopy(llama(seed, is_tied=True)), dict(adapter(adapter_seed))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            low, high = (
+                halves.get(f"base_model.model.{name.removesuffix('weight')}lora_{half}.weight")
+                for half in "AB"
+            )
+            if low is not None and high is not None:
+                parameter += high @ low
+    return model
 
 
 @functools.cache

@@ -6,6 +6,7 @@ Usage: torchrun --standalone --nproc-per-node N -m tests.integration.vllm_scenar
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import random
 import sys
@@ -17,7 +18,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.integration.tiny_models import VOCAB_SIZE, moe_weights, weights
+from tests.integration.tiny_models import (
+    ADAPTER_RANK,
+    VOCAB_SIZE,
+    adapter,
+    delta,
+    moe_weights,
+    weights,
+)
 from titan_rl.errors import TitanRLError
 from titan_rl.generation.protocol import GeneratorContext, generate
 from titan_rl.generation.vllm import VllmGenerator
@@ -77,7 +85,13 @@ def error_of(call: Callable[[], object]) -> str:
     return ""
 
 
-def start(model_dir: Path, *, degree: int = 1, agree: Callable[[bool], bool] | None = None) -> VllmGenerator:
+def start(
+    model_dir: Path,
+    *,
+    degree: int = 1,
+    agree: Callable[[bool], bool] | None = None,
+    lora_rank: int | None = None,
+) -> VllmGenerator:
     config = VllmGenerator.Config(tensor_parallel_degree=degree, max_num_seqs=64, kv_cache_gib=0.125)
     context = GeneratorContext(
         model_dir=str(model_dir),
@@ -89,6 +103,7 @@ def start(model_dir: Path, *, degree: int = 1, agree: Callable[[bool], bool] | N
         device_type="cpu",
         run_threads=1,
         agree=agree,
+        lora_rank=lora_rank,
     )
     return VllmGenerator(config, context)
 
@@ -171,6 +186,7 @@ def single(directory: Path) -> dict[str, Any]:
     facts["unwritten_after_failure"] = generator.load_weights(update(3, seed=3)).unwritten
     facts["batch_third_weights"] = plain(generate(generator, requests(), SECONDS))
     facts["probe"] = generator.prompt_logprobs([PREFIX, PREFIX[:2]])
+    facts |= deltas(generator)
     generator.close()
     facts["groups_after_close"] = dist.is_initialized()
     generator = start(directory / "untied")
@@ -178,12 +194,60 @@ def single(directory: Path) -> dict[str, Any]:
     generator.load_weights(update(1, seed=2, is_tied=False))
     facts["batch_untied"] = plain(generate(generator, requests(), SECONDS))
     generator.close()
+    facts["adapters"] = adapters(directory)
     generator = start(directory / "moe")
     for seed in (1, 2):
         expert_update = WeightUpdate("full", seed, None, moe_weights(seed))
         facts["unwritten_moe"] = generator.load_weights(expert_update).unwritten
     facts["probe_moe"] = generator.prompt_logprobs([PREFIX])
     facts["process_state_kept"] = [a == b for a, b in zip(before, process_state(), strict=True)]
+    return facts
+
+
+def deltas(generator: VllmGenerator) -> dict[str, Any]:
+    """Some tensors replaced in an engine that serves version 3; then one of three that vLLM keeps in one."""
+    receipt = generator.load_weights(WeightUpdate("delta", 4, 3, delta(4)))
+    facts: dict[str, Any] = {"delta": [receipt.version, sorted(receipt.checksums), receipt.unwritten]}
+    facts["batch_after_delta"] = plain(generate(generator, requests(), SECONDS))
+    facts["delta_to_another"] = error_of(
+        lambda: generator.load_weights(WeightUpdate("delta", 6, 5, delta(4)))
+    )
+    facts["delta_in_part"] = generator.load_weights(WeightUpdate("delta", 5, 4, delta(4)[:2])).unwritten
+    facts["version_after_part"] = generator.status().policy_version
+    return facts
+
+
+def adapters(directory: Path) -> dict[str, Any]:
+    """An engine that takes adapters: none, one, the next, and one under the id of the one before."""
+    generator = start(directory / "tied", lora_rank=ADAPTER_RANK)
+    # Late, because it imports vLLM, which the generator has to do.
+    module = importlib.import_module("titan_rl.generation.vllm_adapters")
+    facts: dict[str, Any] = {"unwritten": [generator.load_weights(update(0, seed=1)).unwritten]}
+    facts["base"] = plain(generate(generator, requests(), SECONDS))
+
+    def push(version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        receipt = generator.load_weights(WeightUpdate("lora", version, None, tensors))
+        facts["unwritten"].append(receipt.unwritten)
+        return receipt
+
+    receipt = push(1, adapter(5))
+    facts["checksums"] = dict(receipt.checksums)
+    facts["first"] = plain(generate(generator, requests(), SECONDS))
+    push(2, adapter(6))
+    facts["second"] = plain(generate(generator, requests(), SECONDS))
+    facts["probe"] = generator.prompt_logprobs([PREFIX])
+    facts["altered"] = [list(generator.altered_weights())]
+    facts["rank_too_large"] = error_of(lambda: push(3, [(n, t.repeat(9, 9)) for n, t in adapter(6)]))
+    facts["left"] = [str(path) for path in module.SHARED_MEMORY.glob(module.launch_prefix() + "*policy*")]
+    push(3, adapter(6)[2:])  # without the first layer's queries
+    generator.load_weights(update(4, seed=2))
+    facts["new_base_alone"] = plain(generate(generator, requests(), SECONDS))
+    push(5, adapter(5))
+    facts["new_base"] = plain(generate(generator, requests(), SECONDS))
+    module._ids = itertools.repeat(next(module._ids) - 1)  # planted fault: the id of the adapter before
+    facts["old_id"] = error_of(lambda: push(6, adapter(6)))
+    facts["version_after_old_id"] = generator.status().policy_version
+    generator.close()
     return facts
 
 

@@ -68,7 +68,7 @@ MODELS = {
 
 def overrides(path, tmp_path):
     """Put a directory with the model's config.json in place of one that has to be downloaded."""
-    name = tomllib.loads(path.read_text(encoding="utf-8"))["model"]["hf_assets_path"]
+    name = tomllib.loads(path.read_text(encoding="utf-8")).get("model", {}).get("hf_assets_path")
     if name not in MODELS:
         return []
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]), encoding="utf-8")

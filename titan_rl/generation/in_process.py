@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from titan_rl import heartbeat
 from titan_rl.errors import GeneratorError, StopRequestedError
 from titan_rl.generation.protocol import GeneratorStatus, name_some
-from titan_rl.types import Completion, GenerationRequest
+from titan_rl.types import Completion, GenerationRequest, WeightUpdate
 
 
 class InProcessGenerator(ABC):
@@ -134,6 +134,14 @@ class InProcessGenerator(ABC):
             raise GeneratorError(
                 "The generator must hold a complete set of weights before it is used; got none. "
                 "Call load_weights, and look at the receipt's unwritten parameters."
+            )
+
+    def _require_base(self, update: WeightUpdate) -> None:
+        """A delta must apply to what is served."""
+        if update.kind == "delta" and update.base_version != self._policy_version:
+            raise GeneratorError(
+                f"A delta must apply to the served version {self._policy_version}; got one to "
+                f"{update.base_version}. Send all weights."
             )
 
     def _require_idle(self, method: str) -> None:

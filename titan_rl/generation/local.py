@@ -104,9 +104,12 @@ class LocalGenerator(InProcessGenerator):
                 with another shape.
         """
         self._require_idle("load_weights")
+        self._require_base(update)
+        if update.kind == "lora":
+            raise GeneratorError("The local generator must get merged weights; got adapters alone.")
         self._policy_version, self._written = None, {}
         self._model.drop_cache()
-        sink = WeightSink(self._model.model, self._adapter)
+        sink = WeightSink(self._model.model, self._adapter, is_partial=update.kind == "delta")
         checksums: dict[str, int] = {}
         for name, tensor in update.tensors:
             checksums[name] = tensor_checksum(tensor)

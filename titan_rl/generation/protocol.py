@@ -51,6 +51,7 @@ class GeneratorContext:
         seed: Of the engine's own draws; completions depend on their request's seed only.
         device_type: ``"cpu"`` or ``"cuda"``.
         run_threads: Threads of this process for CPU kernels, to be kept.
+        lora_rank: Rank of the adapters that updates of kind ``"lora"`` will bring; None: none will come.
         is_stopping: Whether this rank was asked to give up what is in flight; None: it never is.
         agree: Broadcasts the value of the first rank of a generator group to the group; it decides deadlines.
             Required by groups of several ranks.
@@ -66,6 +67,7 @@ class GeneratorContext:
     run_threads: int
     agree: Callable[[bool], bool] | None = None
     is_stopping: Callable[[], bool] | None = None
+    lora_rank: int | None = None
 
 
 class Generator(Protocol):
@@ -122,7 +124,9 @@ class Generator(Protocol):
         ...
 
     def load_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Replace the weights. All of ``update.tensors`` is consumed; cached keys and values are dropped.
+        """Replace the weights: all of them, those of a delta, or the adapters. All tensors are consumed.
+
+        Cached keys and values are dropped.
 
         A tensor must keep its contents until the stream ends: an engine may read it later than it arrives.
 
@@ -130,7 +134,8 @@ class Generator(Protocol):
             What arrived. If ``unwritten`` is not empty, the generator serves nothing until a complete load.
 
         Raises:
-            GeneratorError: Requests are in flight, or a name arrived twice.
+            GeneratorError: Requests are in flight, a name arrived twice, or a delta applies to what is not
+                served.
         """
         ...
 

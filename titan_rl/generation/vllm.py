@@ -95,6 +95,10 @@ class VllmGenerator(InProcessGenerator):
         }
         with preserved_random_state(), preserved_threads(context.run_threads):
             self._vllm = import_engine(context.run_threads)
+            self._adapter: Any = None
+            if context.lora_rank is not None:
+                self._adapters: Any = importlib.import_module("titan_rl.generation.vllm_adapters")
+                arguments |= self._adapters.adapter_arguments(context.lora_rank)
             self._engine: Any = self._vllm.build_engine(arguments | self._device_arguments(config))
 
     def _device_arguments(self, config: Config) -> dict[str, Any]:
@@ -120,9 +124,18 @@ class VllmGenerator(InProcessGenerator):
         keeps a packed copy of the head, which would go stale. If it is missing, it is reported as unwritten.
         """
         self._require_idle("load_weights")
+        self._require_base(update)
         self._policy_version, self._written = None, {}
         with preserved_random_state():
-            checksums, unwritten = self._vllm.replace_weights(self._engine, update.tensors)
+            if update.kind == "lora":
+                self._adapter, checksums, unwritten = self._adapters.load_adapter(
+                    self._engine, update.tensors, version=update.version
+                )
+            else:
+                self._adapter = None
+                checksums, unwritten = self._vllm.replace_weights(
+                    self._engine, update.tensors, is_delta=update.kind == "delta"
+                )
             self._written = self._checksums()
         if not unwritten:
             self._policy_version = update.version
@@ -150,7 +163,7 @@ class VllmGenerator(InProcessGenerator):
         scores: dict[str, tuple[float, ...]] = {}
         ids = [f"probe-{index}" for index in range(len(token_ids))]
         for probe_id, tokens in zip(ids, token_ids, strict=True):
-            self._vllm.add_probe_request(self._engine, probe_id, tokens)
+            self._vllm.add_probe_request(self._engine, probe_id, tokens, adapter=self._adapter)
         while len(scores) < len(ids):
             with preserved_random_state():
                 outputs = self._engine.step()
@@ -179,7 +192,7 @@ class VllmGenerator(InProcessGenerator):
         self._engine = None
 
     def _begin(self, request: GenerationRequest) -> None:
-        self._vllm.add_completion_request(self._engine, request)
+        self._vllm.add_completion_request(self._engine, request, adapter=self._adapter)
 
     def _drop(self, ids: Set[str]) -> None:
         self._engine.abort_request(sorted(ids))

@@ -85,11 +85,16 @@ def cpu_arguments(max_model_len: int, kv_cache_gib: float) -> dict[str, Any]:
     }
 
 
-def add_completion_request(engine: LLMEngine, request: GenerationRequest) -> None:
+def add_completion_request(engine: LLMEngine, request: GenerationRequest, *, adapter: Any = None) -> None:
     """Queue one completion. Only our stop tokens stop it: the model's own end token is ignored.
 
     torch's CPU generator keeps the low 32 bits of a seed. The high bits are therefore mixed into them, so
     that seeds that differ in the high bits alone differ there too; the mapping is one to one.
+
+    Args:
+        engine: Where it is queued.
+        request: What is asked.
+        adapter: A ``LoRARequest`` from :func:`titan_rl.generation.vllm_adapters.load_adapter`, or None.
     """
     sampling = request.sampling
     params = VllmSamplingParams(
@@ -106,10 +111,13 @@ def add_completion_request(engine: LLMEngine, request: GenerationRequest) -> Non
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    engine.add_request(request.id, {"prompt_token_ids": list(request.prompt_token_ids)}, params)
+    prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+    engine.add_request(request.id, prompt, params, lora_request=adapter)
 
 
-def add_probe_request(engine: LLMEngine, request_id: str, token_ids: Sequence[int]) -> None:
+def add_probe_request(
+    engine: LLMEngine, request_id: str, token_ids: Sequence[int], *, adapter: Any = None
+) -> None:
     """Queue the scoring of given tokens. vLLM computes it at temperature 1, whatever the request says."""
     params = VllmSamplingParams(
         max_tokens=1,
@@ -119,7 +127,7 @@ def add_probe_request(engine: LLMEngine, request_id: str, token_ids: Sequence[in
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    engine.add_request(request_id, {"prompt_token_ids": list(token_ids)}, params)
+    engine.add_request(request_id, {"prompt_token_ids": list(token_ids)}, params, lora_request=adapter)
 
 
 def read_completion(output: RequestOutput, policy_version: int) -> Completion:
@@ -147,7 +155,7 @@ def read_probe(output: RequestOutput) -> tuple[float, ...]:
 
 
 def replace_weights(
-    engine: LLMEngine, tensors: Iterable[tuple[str, torch.Tensor]]
+    engine: LLMEngine, tensors: Iterable[tuple[str, torch.Tensor]], *, is_delta: bool = False
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """Stream tensors into the engine's model and drop its cached keys and values.
 
@@ -157,6 +165,7 @@ def replace_weights(
     Args:
         engine: With nothing in flight.
         tensors: Pairs ``(Hugging Face name, full tensor)``; consumed to the end.
+        is_delta: Layers that get no tensor keep what they hold. One that gets some must get all of it.
 
     Returns:
         Checksums by name, and the parameters of vLLM's model that were not, or not wholly, written to.
@@ -166,7 +175,7 @@ def replace_weights(
     """
     checksums: dict[str, int] = {}
     arriving = _summed(tensors, checksums)
-    (unwritten,) = engine.collective_rpc(cast(Any, _reload_audited), args=(arriving,))
+    (unwritten,) = engine.collective_rpc(cast(Any, _reload_audited), args=(arriving, is_delta))
     if not engine.reset_prefix_cache():
         raise GeneratorError(
             "The prefix cache must be dropped after new weights; got a refusal from vLLM. "
@@ -182,7 +191,13 @@ def held_checksums(engine: LLMEngine) -> dict[str, int]:
 
 
 def _parameter_checksums(worker: Any) -> dict[str, int]:
-    return parameter_checksums(worker.model_runner.get_model())
+    model = worker.model_runner.get_model()
+    checksums = parameter_checksums(model)
+    for name, module in model.named_modules():
+        for half in ("lora_a_stacked", "lora_b_stacked"):  # where adapters lie: no parameters
+            for number, tensor in enumerate(vars(module).get(half) or ()):
+                checksums[f"{name}.{half}.{number}"] = tensor_checksum(tensor)
+    return checksums
 
 
 def _summed(
@@ -199,7 +214,7 @@ def _summed(
         yield name, tensor
 
 
-def _reload_audited(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+def _reload_audited(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]], is_delta: bool) -> list[str]:
     """Run vLLM's own reload in its worker, and look at its bookkeeping before it is cleared.
 
     ``model.load_weights`` is wrapped on the instance for the time of the call: that is the one moment between
@@ -216,7 +231,7 @@ def _reload_audited(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) ->
             # Clears what was buffered; otherwise the next update would be mixed with this one.
             finalize_layerwise_reload(model, worker.model_runner.model_config)
             raise
-        unwritten.extend(_unwritten_parameters(model, loaded or set()))
+        unwritten.extend(_unwritten_parameters(model, loaded or set(), is_delta=is_delta))
         return loaded
 
     model.load_weights = audited
@@ -241,7 +256,7 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
             cast(Any, method).moe_kernel = None
 
 
-def _unwritten_parameters(model: torch.nn.Module, loaded: set[str]) -> list[str]:
+def _unwritten_parameters(model: torch.nn.Module, loaded: set[str], *, is_delta: bool) -> list[str]:
     """Names of parameters that miss elements, from vLLM's layerwise bookkeeping during a reload.
 
     A layer that received all its elements has been processed, and its record cleared. One that has not is
@@ -251,10 +266,13 @@ def _unwritten_parameters(model: torch.nn.Module, loaded: set[str]) -> list[str]
     Args:
         model: vLLM's model, between loading and finalising.
         loaded: Parameter names that ``model.load_weights`` returned, for the few that the bookkeeping skips.
+        is_delta: Layers that nothing was loaded into are left out.
     """
     unwritten = []
     for module_name, module in model.named_modules():
         info = get_layerwise_info(module)
+        if is_delta and info.can_load() and not info.load_numel:
+            continue
         parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         prefix = f"{module_name}." if module_name else ""
         unwritten += [

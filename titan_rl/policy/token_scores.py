@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -83,14 +84,15 @@ def _scatter(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 class LogprobScorer:
     """A frozen or momentarily frozen model as a scorer: log-probabilities without grad."""
 
-    def __init__(self, model: ShardedModel, *, temperature: float) -> None:
+    def __init__(self, model: ShardedModel, *, temperature: float, without_adapters: bool = False) -> None:
         """Bind a model.
 
         Args:
             model: Gives hidden states.
             temperature: Logits are divided by it.
+            without_adapters: Score under its frozen weights alone: the model that LoRA started from.
         """
-        self._model, self._temperature = model, temperature
+        self._model, self._temperature, self._without_adapters = model, temperature, without_adapters
 
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Log-probabilities ``[B, T]`` fp32 of the trained tokens of every micro-batch. Collective."""
@@ -99,4 +101,5 @@ class LogprobScorer:
             scores = token_scores(self._model, hidden, micro_batches[number], temperature=self._temperature)
             return scores.logprobs
 
-        return self._model.scores(micro_batches, score)
+        with self._model.adapters_off() if self._without_adapters else nullcontext():
+            return self._model.scores(micro_batches, score)

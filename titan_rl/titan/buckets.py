@@ -7,7 +7,7 @@ the shards. Names and order are :mod:`titan_rl.titan.state`'s.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -75,7 +75,9 @@ def peak_bytes(sizes: Iterable[int], *, bucket_bytes: int) -> int:
 
 
 @torch.no_grad()
-def full_buckets(model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
+def full_buckets(
+    model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, names: Container[str] | None = None
+) -> Iterator[Bucket]:
     """Gather the state dict. Collective over the ranks that shard the model.
 
     While a bucket is read the next one is on its way, if both are no more than ``bucket_bytes``.
@@ -83,11 +85,15 @@ def full_buckets(model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES) -> Itera
     Args:
         model: A TorchTitan decoder, or some of its layers.
         bucket_bytes: Most that is gathered at once. A larger tensor is gathered alone.
+        names: TorchTitan's names of what is gathered; None: everything.
 
     Yields:
         TorchTitan's names and the full tensors.
     """
-    units = (list(module.state_dict(prefix=prefix).items()) for prefix, module in parts(model))
+    units = (
+        [item for item in module.state_dict(prefix=prefix).items() if names is None or item[0] in names]
+        for prefix, module in parts(model)
+    )
     ahead: Bucket = deque()
     for bucket in in_buckets(units, size_of=_full_bytes, bucket_bytes=bucket_bytes):
         if ahead and sum(map(_full_bytes, (*ahead, *bucket))) > bucket_bytes:

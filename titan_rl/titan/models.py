@@ -24,6 +24,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.titan.attention import use_cpu_attention
 from titan_rl.titan.experts import use_cpu_experts
 from titan_rl.titan.hf_config import spec_from_hf
+from titan_rl.titan.lora import LoraSection, adapted_spec, without_adapters
 from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.titan.state import local
 
@@ -64,15 +65,19 @@ class ModelSection:
     """Train from random weights when neither a checkpoint nor weights in ``hf_assets_path`` exist."""
 
     export: bool = True
-    """At the end write ``<dump_folder>/export`` in Hugging Face layout: weights, config, tokenizer."""
+    """At the end write ``<dump_folder>/export`` in Hugging Face layout: weights, config, tokenizer. With
+    ``[lora]`` the adapters are merged there, and stand in ``<dump_folder>/adapter`` in PEFT's layout."""
 
 
-def build_spec(section: ModelSection, *, context_parallel: bool = False) -> ModelSpec:
+def build_spec(
+    section: ModelSection, *, context_parallel: bool = False, lora: LoraSection | None = None
+) -> ModelSpec:
     """Build the model spec that ``[model]`` names, ready for this process's device.
 
     Args:
         section: The table.
         context_parallel: Whether rows are split over ranks.
+        lora: What adapters the model has; None: none.
 
     Raises:
         ConfigError: the model, flavor or directory does not exist or is not supported.
@@ -95,7 +100,7 @@ def build_spec(section: ModelSection, *, context_parallel: bool = False) -> Mode
     if titan_utils.device_type == "cpu":
         use_cpu_attention(spec.model, per_document=not context_parallel)
         use_cpu_experts(spec.model)
-    return spec
+    return spec if lora is None else adapted_spec(spec, lora)
 
 
 def _attn_backend(name: str) -> str:
@@ -291,11 +296,13 @@ def no_loss(*args: Any, **kwargs: Any) -> Any:
 def build_unsharded(model_config: BaseModel.Config, *, max_seq_len: int) -> nn.Module:
     """Build a whole model on this process's device, for the local generator. Its weights are not set.
 
+    It has no adapters: those of the policy are merged into the weights that it gets.
+
     Args:
         model_config: The policy's model configuration.
         max_seq_len: Positions that its RoPE cache must hold.
     """
-    config: Any = copy.deepcopy(model_config)
+    config: Any = without_adapters(model_config)
     for layer in config.layers:
         attention = getattr(layer, "attention", None)
         if attention is not None and getattr(attention, "rope", None) is not None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -26,6 +27,7 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from titan_rl import heartbeat
 from titan_rl.titan.branches import has_branches, knows_branches, sharers
 from titan_rl.titan.buckets import BUCKET_BYTES, full_buckets, one_by_one
+from titan_rl.titan.lora import adapters_off
 from titan_rl.titan.pipeline import Pipeline
 from titan_rl.titan.router_load import RouterLoad
 from titan_rl.titan.row_slices import gather_rows
@@ -210,16 +212,19 @@ class ShardedModel:
             names = part.state_dict().keys()
             part.load_state_dict({n: state[n] for n in names if strict or n in state}, strict=strict)
 
-    def full_state(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_state(
+        self, *, bucket_bytes: int = BUCKET_BYTES, names: Container[str] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights and buffers as full tensors, in one order on all ranks, in buckets. Collective.
 
         Args:
             bucket_bytes: Most that is gathered at once, of what is not read yet.
+            names: TorchTitan's names of what is wanted; None: everything.
 
         Yields:
             TorchTitan's name and the tensor. Every rank must consume all of them.
         """
-        gather = functools.partial(full_buckets, bucket_bytes=bucket_bytes)
+        gather = functools.partial(full_buckets, bucket_bytes=bucket_bytes, names=names)
         buckets = gather(self.parts[0]) if self._pipeline is None else self._pipeline.shared(gather)
         return one_by_one(buckets)
 
@@ -243,6 +248,10 @@ class ShardedModel:
             names: This rank's.
         """
         return names if self._pipeline is None else self._pipeline.union(names)
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Within it the model is that of its frozen weights; the adapters of ``[lora]`` add nothing."""
+        return adapters_off(self.parts)
 
     # ---------------------------------------------------------------------------------------- running
 

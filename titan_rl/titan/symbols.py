@@ -16,6 +16,9 @@ TORCHTITAN_IMPORTS = {
         "CrossEntropyLoss": "Loss of supervised runs.",
         "IGNORE_INDEX": "Label of tokens that are not trained in supervised runs.",
     },
+    "torchtitan.components.lora": {
+        "LoRAConverter": "`[lora]`: adapters; `_lora_scaling` of its layers is SET to 0 to switch them off.",
+    },
     "torchtitan.components.metrics": {
         "MetricsProcessor": "Bounds of `metrics.*` keys in the schema.",
     },
@@ -65,6 +68,7 @@ TORCHTITAN_IMPORTS = {
     },
     "torchtitan.models.common.attention": {
         "FlexAttention": "Base of the attention that replaces it on a CPU; takes masks.",
+        "FusedQKVLinear": "Recognised where `[lora]` cannot adapt queries, keys and values.",
         "ScaledDotProductAttention": "Recognised by the local generator as causal.",
         "VarlenAttention": "Recognised by the local generator when it has no window; takes masks.",
     },
@@ -146,6 +150,9 @@ TORCHTITAN_IMPORTS = {
     "torchtitan.protocols.state_dict_adapter": {
         "BaseStateDictAdapter": "Type of the state-dict adapters.",
     },
+    "torchtitan.protocols.module": {
+        "Module": "Whose configurations LoRA's converter replaced, when they are restored.",
+    },
     "torchtitan.protocols": {
         "module": "Module whose initialisation of sharded parameters is replaced on a CPU.",
     },
@@ -186,7 +193,7 @@ TORCHTITAN_REACHED = {
         "CheckpointManager.dcp_save": "OVERRIDDEN: an asynchronous save takes little from training.",
         "CheckpointManager.enable": "Whether there are checkpoints.",
         "CheckpointManager.folder": "Where they lie.",
-        "CheckpointManager.initial_load_path": "SET to None by reward-model runs, which load those weights.",
+        "CheckpointManager.initial_load_path": "SET to None where it is loaded before: reward models, LoRA.",
         "CheckpointManager.keep_latest_k": "How many of the latest stay.",
         "CheckpointManager.last_save_model_only": "Whether the last one can be resumed from.",
         "CheckpointManager.load": "Restores the newest checkpoint of the run.",
@@ -298,11 +305,17 @@ TORCHTITAN_REACHED = {
 """What is reached through the imports: attributes, methods, and globals of modules."""
 
 VLLM_IMPORTS = {
+    "vllm.config.lora": {
+        "MaxLoRARanks": "Ranks of adapters that an engine can be built for.",
+    },
     "vllm.distributed.device_communicators": {
         "cpu_communicator": "Module of the memory that tensor-parallel ranks share on a CPU.",
     },
     "vllm.distributed.parallel_state": {
         "destroy_model_parallel": "Ends vLLM's process groups and leaves the trainer's.",
+    },
+    "vllm.lora.request": {
+        "LoRARequest": "Names the adapter of a version: `lora.push = 'adapter'`.",
     },
     "vllm.model_executor.layers.vocab_parallel_embedding": {
         "VocabParallelEmbedding": "Its padding is not counted as unwritten.",
@@ -338,6 +351,21 @@ VLLM_REACHED = {
     "vllm.distributed.device_communicators.cpu_communicator": {
         "_CPUSHMDistributed.make_group_name": "REPLACED on a CPU: every launch has the same name.",
     },
+    "vllm.lora.layers.base_linear": {
+        "BaseLinearLayerWithLoRA.lora_a_stacked": "Where an adapter lies; summed up with the parameters.",
+        "BaseLinearLayerWithLoRA.lora_b_stacked": "The same.",
+    },
+    "vllm.lora.model_manager": {
+        "LoRAModelManager.lora_index_to_id": "The place of an adapter in it.",
+        "LoRAModelManager.modules": "The layers that hold adapters.",
+        "LoRAModelManager.packed_modules_mapping": "Which layers of the checkpoint one of them stands for.",
+    },
+    "vllm.lora.worker_manager": {
+        "WorkerLoRAManager._adapter_manager": "Holds the adapters; read back after a push.",
+    },
+    "vllm.v1.worker.lora_model_runner_mixin": {
+        "LoRAModelRunnerMixin.lora_manager": "The same, of a worker.",
+    },
     "vllm.platforms.interface": {
         "Platform.is_cpu": "Whether the engine runs on a CPU.",
         "Platform.simple_compile_backend": "SET to eager on a CPU: no C++ compiler is needed.",
@@ -351,6 +379,8 @@ VLLM_REACHED = {
     },
     "vllm": {
         "LLMEngine.abort_request": "Drops requests.",
+        "LLMEngine.add_lora": "Loads the adapter of a version.",
+        "LLMEngine.list_loras": "Whether it is the only one.",
         "LLMEngine.add_request": "Queues a request of token ids.",
         "LLMEngine.collective_rpc": "Runs the reload in the engine's worker.",
         "LLMEngine.engine_core": "Shut down at the end.",

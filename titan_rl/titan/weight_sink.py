@@ -19,19 +19,23 @@ _NATIVE_EMBEDDING = "tok_embeddings.weight"
 
 
 class WeightSink:
-    """Receives every weight of a model once, in any order.
+    """Receives every weight of a model once, in any order; or some of them, and the others stay.
 
     Tensors are kept until their part of the model (a layer, the embedding, ...) is complete, because
     TorchTitan fuses projections and stacks experts; in the stream's order that is one part at a time.
     """
 
-    def __init__(self, model: nn.Module, adapter: Any) -> None:
+    def __init__(self, model: nn.Module, adapter: Any, *, is_partial: bool = False) -> None:
         """Prepare to write.
 
         Args:
             model: A TorchTitan decoder, not sharded.
             adapter: TorchTitan's state-dict adapter of the model. None: names are TorchTitan's own.
+            is_partial: Only some weights will arrive, one part of the model after the other. What TorchTitan
+                fuses must arrive together.
         """
+        self._is_partial = is_partial
+        self._arrived: set[str] = set()
         self._adapter = adapter
         self._is_tied = bool(getattr(model, "enable_weight_tying", False))
         self._modules = dict(parts(model))
@@ -63,8 +67,9 @@ class WeightSink:
         if prefix is None:
             self._faults.append(f"Every weight must belong to the generator's model; got {name}.")
             return
+        self._arrived |= native
         if prefix != self._current:
-            self._flush(self._current)
+            self._flush(self._current, is_last=self._is_partial)
             self._current = prefix
         self._pending.setdefault(prefix, {})[name] = tensor
 
@@ -72,7 +77,7 @@ class WeightSink:
         """Write what is left, and account for everything.
 
         Returns:
-            TorchTitan's names of the weights that nothing was written to.
+            TorchTitan's names of the weights that nothing was written to, of those that were to arrive.
 
         Raises:
             GeneratorError: A name arrived twice, is unknown, or came with another shape than the model's.
@@ -87,7 +92,7 @@ class WeightSink:
         written = self._written
         if self._is_tied and written & {TIED_HEAD, _NATIVE_EMBEDDING}:
             written = written | {TIED_HEAD, _NATIVE_EMBEDDING}
-        return tuple(sorted(set(self._part_of) - written))
+        return tuple(sorted((self._arrived if self._is_partial else set(self._part_of)) - written))
 
     def _flush(self, prefix: str, *, is_last: bool = False) -> None:
         """Convert and write a part, if all of it is there or nothing more can come."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from titan_rl.titan import safe_reading
 from titan_rl.titan.buckets import BUCKET_BYTES, full_buckets, one_by_one
 from titan_rl.titan.checkpoint_errors import CHECKPOINT_ERRORS, cause_of
 from titan_rl.titan.init import replicated
+from titan_rl.titan.lora import adapted_layers, is_adapter, merged
 from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.titan.state import parts
 
@@ -49,7 +50,8 @@ _SHARD_BYTES = 4 * 2**30
 class WeightStream:
     """The policy's weights as ``(Hugging Face name, full tensor)`` pairs, in one order on all ranks.
 
-    Without a state-dict adapter the names are TorchTitan's own.
+    Without a state-dict adapter the names are TorchTitan's own. Low-rank adapters are merged into the weights
+    that they change, so that whoever reads sees a model without them.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class WeightStream:
         adapter: BaseStateDictAdapter | None,
         *,
         bucket_bytes: int = BUCKET_BYTES,
+        names: Container[str] | None = None,
+        with_adapters: bool = True,
     ) -> None:
         """Prepare the stream.
 
@@ -65,9 +69,15 @@ class WeightStream:
             model: The policy, sharded or not.
             adapter: TorchTitan's adapter of this model, or None.
             bucket_bytes: Most that is gathered ahead of whoever reads the stream.
+            names: TorchTitan's names of what is gathered; None: everything. With a weight belongs its
+                low-rank adapter.
+            with_adapters: Whether low-rank adapters are merged; otherwise the frozen weights come alone.
         """
-        self._model, self._adapter, self._bucket_bytes = model, adapter, bucket_bytes
+        self._with_adapters = with_adapters
+        self._model, self._adapter, self._bucket_bytes, self._names = model, adapter, bucket_bytes, names
         self._is_tied = is_tied(model)
+        layers = adapted_layers_of(model).items()
+        self._scales = {name: layer._lora_scaling for name, layer in layers}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor once. Every rank must consume all of it: each bucket takes collectives.
@@ -75,7 +85,7 @@ class WeightStream:
         Raises:
             ConfigError: the adapter drops a trainable parameter.
         """
-        for key, full in self._full_state():
+        for key, full in self._without_adapters():
             if self._is_tied and key == TIED_HEAD:
                 continue  # the embedding is yielded under both names below
             for name, tensor in self._to_hf(key, full).items():
@@ -84,10 +94,16 @@ class WeightStream:
                     # A generator that packed its own copy of the head keeps a stale one otherwise.
                     yield TIED_HEAD, tensor
 
+    def _without_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._with_adapters:
+            return merged(self._full_state(), self._scales)
+        return ((name, full) for name, full in self._full_state() if not is_adapter(name))
+
     def _full_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        options: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "names": self._names}
         if isinstance(self._model, ShardedModel):
-            return self._model.full_state(bucket_bytes=self._bucket_bytes)
-        return one_by_one(full_buckets(self._model, bucket_bytes=self._bucket_bytes))
+            return self._model.full_state(**options)
+        return one_by_one(full_buckets(self._model, **options))
 
     def _to_hf(self, key: str, full: torch.Tensor) -> Mapping[str, torch.Tensor]:
         if self._adapter is None:
@@ -106,8 +122,16 @@ class WeightStream:
 
 def is_tied(model: nn.Module | ShardedModel) -> bool:
     """Whether the embedding and the head of a decoder are one tensor."""
-    parts = model.parts if isinstance(model, ShardedModel) else [model]
-    return any(bool(getattr(part, "enable_weight_tying", False)) for part in parts)
+    return any(bool(getattr(part, "enable_weight_tying", False)) for part in _stages(model))
+
+
+def adapted_layers_of(model: nn.Module | ShardedModel) -> dict[str, Any]:
+    """The layers with low-rank adapters, by TorchTitan's names."""
+    return {name: layer for part in _stages(model) for name, layer in adapted_layers(part).items()}
+
+
+def _stages(model: nn.Module | ShardedModel) -> Sequence[nn.Module]:
+    return model.parts if isinstance(model, ShardedModel) else [model]
 
 
 def has_hf_weights(directory: str) -> bool:
@@ -115,19 +139,29 @@ def has_hf_weights(directory: str) -> bool:
     return bool(directory) and any(Path(directory).glob("*.safetensors"))
 
 
-def load_checkpoint(model: ShardedModel, path: str, *, where: str = "checkpoint.initial_load_path") -> None:
+def load_checkpoint(
+    model: ShardedModel,
+    path: str,
+    *,
+    where: str = "checkpoint.initial_load_path",
+    with_adapters: bool = True,
+) -> None:
     """Load the model of a TorchTitan checkpoint, written on any number of ranks. Collective.
 
     Args:
-        model: Whose weights are replaced.
+        model: Whose weights are replaced; its low-rank adapters too, if ``with_adapters``.
         path: A ``step-N`` directory.
         where: The key that names the path, for errors.
+        with_adapters: Whether the checkpoint is to have the low-rank adapters that the model has, or none.
 
     Raises:
         ConfigError: it is not a checkpoint, or another model's.
     """
-    state = dict(model.state_dict())
+    whole = dict(model.state_dict())
+    state = {name: value for name, value in whole.items() if with_adapters or not is_adapter(name)}
     try:
+        if not with_adapters:
+            _refuse_adapters(path, where)
         safe_reading.load(state, path)
     except CHECKPOINT_ERRORS as error:
         raise ConfigError(
@@ -136,7 +170,19 @@ def load_checkpoint(model: ShardedModel, path: str, *, where: str = "checkpoint.
             path,
             f"Loading it failed: {cause_of(error)}.",
         ) from error
-    model.load_state_dict(state)
+    model.load_state_dict(whole | state)
+
+
+def _refuse_adapters(path: str, where: str) -> None:
+    """Refuse to start low-rank adapters from a checkpoint that has some, whose base is not its model."""
+    names = safe_reading.tensor_shapes(safe_reading.read_metadata(Path(path)))
+    if any(is_adapter(name) for name in names):
+        raise ConfigError(
+            where,
+            "be a checkpoint without low-rank adapters: those of [lora] start anew",
+            path,
+            "Merge them with `titan-rl export`, and name the directory in model.hf_assets_path.",
+        )
 
 
 @torch.no_grad()
@@ -180,8 +226,7 @@ def load_hf(
         if SCALAR_HEAD in names:
             names[TIED_HEAD], stored = names.pop(SCALAR_HEAD), {TIED_HEAD: SCALAR_HEAD}
     used: set[str] = set()
-    stages = model.parts if isinstance(model, ShardedModel) else [model]
-    for prefix, module in (part for stage in stages for part in parts(stage)):
+    for prefix, module in (part for stage in _stages(model) for part in parts(stage)):
         if has_scalar_head and prefix == "lm_head." and TIED_HEAD not in names:
             continue
         wanted = {key for key, _ in module.state_dict(prefix=prefix).items()}
@@ -242,7 +287,8 @@ def _load_part(
     # A router's load-balancing bias is left behind by training with one; other models have none.
     biases = {key for key in wanted - set(native) if key.endswith(_ROUTER_BIAS)}
     native = dict(native) | {key: torch.zeros(present[key].shape) for key in biases}
-    missing = sorted(wanted - set(native))
+    adapters = {key: tensor for key, tensor in present.items() if is_adapter(key)}  # in no file: they stay
+    missing = sorted(wanted - set(native) - set(adapters))
     if missing:
         raise ConfigError(
             where,
@@ -264,6 +310,7 @@ def _load_part(
         like = present[key] if isinstance(present[key], DTensor) else example
         tensor = tensor.contiguous()
         state[key.removeprefix(prefix)] = tensor if like is None else replicated(tensor, like=like)
+    state |= {key.removeprefix(prefix): tensor for key, tensor in adapters.items()}
     module.load_state_dict(state, strict=True)
 
 

@@ -28,9 +28,12 @@ from titan_rl.titan.api import ModelSpec, logger
 from titan_rl.titan.device import choose_device
 from titan_rl.titan.hf_config import hf_from_spec, read_hf_config
 from titan_rl.titan.hf_experts import refuse_router_bias
+from titan_rl.titan.lora import changing_names
 from titan_rl.titan.models import build_adapter
-from titan_rl.titan.weights import WeightStream, write_assets
+from titan_rl.titan.peft import AdapterStream
+from titan_rl.titan.weights import WeightStream, adapted_layers_of, write_assets
 from titan_rl.types import Prompt, SamplingParams
+from titan_rl.weight_sync.push import Changes
 
 if TYPE_CHECKING:
     from titan_rl.trainers.rl import RLTrainer
@@ -127,9 +130,30 @@ def state_dict_adapter(trainer: RLTrainer) -> Any:
 
 
 def weight_stream(trainer: RLTrainer) -> WeightStream:
-    """The policy's weights, gathered anew at every iteration over it."""
-    bucket_bytes = trainer.config.weight_sync.bucket_bytes
-    return WeightStream(trainer.policy, state_dict_adapter(trainer), bucket_bytes=bucket_bytes)
+    """The policy's weights, gathered anew at every iteration over it: all that the first push sends."""
+    config = trainer.config
+    return WeightStream(
+        trainer.policy,
+        state_dict_adapter(trainer),
+        bucket_bytes=config.weight_sync.bucket_bytes,
+        with_adapters=config.lora is None or config.lora.push == "merged",
+    )
+
+
+def changing_weights(trainer: RLTrainer) -> Changes | None:
+    """Those of the policy's weights that training can change; None without low-rank adapters: all of them."""
+    config = trainer.config
+    if config.lora is None:
+        return None
+    adapter, bucket_bytes = state_dict_adapter(trainer), config.weight_sync.bucket_bytes
+    if config.lora.push == "adapter":
+        return Changes(
+            "lora", AdapterStream(trainer.policy, adapter, bucket_bytes=bucket_bytes, is_scaled=True)
+        )
+    # vLLM keeps queries, keys and values in one layer, and gate and up.
+    is_fused = isinstance(config.generator, VllmGenerator.Config)
+    names = changing_names(adapted_layers_of(trainer.policy), with_siblings=is_fused)
+    return Changes("delta", WeightStream(trainer.policy, adapter, bucket_bytes=bucket_bytes, names=names))
 
 
 def needs_hf_config(config: Any) -> bool:
@@ -175,6 +199,7 @@ def build_generator(trainer: RLTrainer) -> Generator:
         run_threads=torch.get_num_threads(),
         agree=_group_agreement(getattr(config.generator, "tensor_parallel_degree", 1)),
         is_stopping=trainer.control.should_interrupt,
+        lora_rank=config.lora.rank if config.lora is not None and config.lora.push == "adapter" else None,
     )
     return build(config.generator, context=context)
 

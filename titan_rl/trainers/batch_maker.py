@@ -35,14 +35,17 @@ class BatchMaker:
         """Build the scorers. Collective.
 
         Args:
-            trainer: Whose policy has its initial weights; the reference is a copy of them.
+            trainer: Whose policy has its initial weights; the reference is a copy of them, or with low-rank
+                adapters the policy without those.
         """
         self._trainer, config, kl = trainer, trainer.config, trainer.loss_fn.kl
         self._shares_prompts = shares_prompts(config)
         self._attention_cost = architecture_of(trainer.model_config).attention_cost
         self._old = self._scorer(trainer.policy)
         self._reference: LogprobScorer | None = None
-        if trainer.needs.reference:
+        if trainer.needs.reference and config.lora is not None:
+            self._reference = self._scorer(trainer.policy, without_adapters=True)
+        elif trainer.needs.reference:
             offload = config.reference.offload_to_cpu
             self._reference = self._scorer(initial_weights.frozen_copy(trainer, offload_to_cpu=offload))
         self._credit = Credit(
@@ -200,5 +203,6 @@ class BatchMaker:
             at_least=at_least,
         )
 
-    def _scorer(self, model: ShardedModel) -> LogprobScorer:
-        return LogprobScorer(model, temperature=self._trainer.config.sampling.temperature)
+    def _scorer(self, model: ShardedModel, *, without_adapters: bool = False) -> LogprobScorer:
+        temperature = self._trainer.config.sampling.temperature
+        return LogprobScorer(model, temperature=temperature, without_adapters=without_adapters)

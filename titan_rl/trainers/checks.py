@@ -21,6 +21,7 @@ from titan_rl.trainers.layout_checks import (
     check_vocabulary,
     contradictions,
 )
+from titan_rl.trainers.lora_checks import check_lora
 from titan_rl.trainers.row_shape import shares_prompts
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def _check_algorithm(config: RLTrainer.Config) -> None:
     _check_on_policy(config, loss)
     needs = derive_needs(build(config.advantage), loss, steps_per_iteration=1)
     _check_needs(config, needs)
+    check_lora(config, needs)
     spec: Any = config.model_spec
     check_teacher(
         config.teacher,

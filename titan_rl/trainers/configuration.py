@@ -141,7 +141,8 @@ def configure(document: Document, trainer: str, *, device_type: str | None = Non
     config = overlay(default, table, rules=RULES, locate=document.locate)
     config.hf_assets_path = config.model.hf_assets_path
     context_parallel = config.parallelism.context_parallel_degree > 1
-    config.model_spec = build_spec(config.model, context_parallel=context_parallel)
+    lora = getattr(config, "lora", None)
+    config.model_spec = build_spec(config.model, context_parallel=context_parallel, lora=lora)
     return config
 
 

@@ -52,6 +52,7 @@ def finished(config: Any, config_text: str) -> str | None:
         paths.append(folder / config.checkpoint.folder / f"step-{status['step']}")
     if config.model.export:
         paths.append(folder / "export")
+        paths += [folder / "adapter"] if getattr(config, "lora", None) is not None else []
     if not all(path.exists() for path in paths):
         return None
     lines = [

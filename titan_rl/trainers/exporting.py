@@ -1,14 +1,40 @@
-"""Write the trained model in Hugging Face layout."""
+"""Write the trained model in Hugging Face layout, and low-rank adapters in PEFT's."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_rl import heartbeat
+from titan_rl.titan.lora import LoraSection
+from titan_rl.titan.peft import AdapterStream, export_peft
 from titan_rl.titan.sharded_model import ShardedModel
 from titan_rl.titan.weights import WeightStream, export_hf, is_tied
 from titan_rl.trainers import assembly
+
+if TYPE_CHECKING:
+    from titan_rl.trainers.rl import RLTrainer
+
+
+def export_adapter(trainer: RLTrainer) -> Path:
+    """Export the policy's low-rank adapters to ``<dump_folder>/adapter``, in PEFT's layout. Collective.
+
+    Args:
+        trainer: With a ``[lora]`` table.
+
+    Returns:
+        The directory: ``adapter_model.safetensors`` and ``adapter_config.json``.
+    """
+    section = trainer.config.lora or LoraSection()
+    directory = Path(trainer.config.dump_folder) / "adapter"
+    with heartbeat.phase("checkpoint"):
+        export_peft(
+            AdapterStream(trainer.policy, assembly.state_dict_adapter(trainer)),
+            directory=directory,
+            section=section,
+            base_model=trainer.config.hf_assets_path,
+        )
+    return directory
 
 
 def export(trainer: Any) -> Path:

@@ -2,6 +2,7 @@
 
 Both are the same on a first start and on a resume: the reference is the policy before the first step, so
 the initial weights are loaded first and a checkpoint of the run itself is restored over the policy later.
+With low-rank adapters the reference needs no copy: it is the policy without them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.titan.api import logger
 from titan_rl.titan.models import build_sibling, copy_shards
 from titan_rl.titan.sharded_model import ShardedModel
-from titan_rl.titan.weights import has_hf_weights, load_checkpoint, load_hf
+from titan_rl.titan.weights import adapted_layers_of, has_hf_weights, load_checkpoint, load_hf
 from titan_rl.trainers import assembly
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ def load(trainer: Any) -> None:
     model = ShardedModel.of_trainer(trainer)
     path = config.checkpoint.initial_load_path
     if path:
-        load_checkpoint(model, path)
+        load_checkpoint(model, path, with_adapters=False)
+        if adapted_layers_of(model):
+            # TorchTitan's checkpointer would load it once more, and look for adapters in it.
+            trainer.checkpointer.initial_load_path = None
         logger.info("Initial weights: %s", path)
     elif has_hf_weights(config.model.hf_assets_path):
         load_hf(model, assembly.state_dict_adapter(trainer), config.model.hf_assets_path)

@@ -25,7 +25,7 @@ from titan_rl.titan.api import logger
 from titan_rl.titan.device import peak_memory_bytes
 from titan_rl.trainers import assembly
 from titan_rl.trainers.deal import Deal
-from titan_rl.trainers.exporting import export
+from titan_rl.trainers.exporting import export, export_adapter
 from titan_rl.trainers.model_reward import PART
 from titan_rl.trainers.optimization import StepBatch, StepResult
 from titan_rl.trainers.slow_ranks import stragglers
@@ -256,6 +256,8 @@ class Reporter:
         section = trainer.config.model
         if section.export:
             self._summary.paths["export"] = str(export(trainer))
+        if section.export and trainer.config.lora is not None:
+            self._summary.paths["adapter"] = str(export_adapter(trainer))
         self._write_summary()
         if self._collectives.rank == 0:
             logger.info(self._summary.text())

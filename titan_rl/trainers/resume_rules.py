@@ -86,6 +86,7 @@ RULES: dict[str, Rule] = {
     "evaluation.minimum_gain": Rule("free", _RECORDS),
     "generator": Rule("free", _SPEED),
     "generator.type": Rule("warned", "another engine draws other completions from the same seeds"),
+    "lora": Rule("refused", "the adapters of a checkpoint belong to one table"),
     "loss": Rule("warned", _NEXT),
     "lr_scheduler": Rule("warned", "the rest of the schedule is another one"),
     "metrics": Rule("free", _RECORDS),

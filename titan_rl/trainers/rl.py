@@ -113,6 +113,7 @@ class RLTrainer(ResilientTrainer):
             policy_logprobs=self._probe_logprobs,
             probe=data.probe(),
             collectives=self.collectives,
+            changes=assembly.changing_weights(self),
         )
         self.report = Reporter(self)
 

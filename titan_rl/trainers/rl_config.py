@@ -23,6 +23,7 @@ from titan_rl.resilience.saving import CheckpointManager
 from titan_rl.rewards.pool import RewardPool
 from titan_rl.rollout.evaluation import EvaluationSection
 from titan_rl.titan.api import Trainer
+from titan_rl.titan.lora import LoraSection
 from titan_rl.titan.models import ModelSection
 from titan_rl.trainers.data_loaders import NoDataLoader
 from titan_rl.trainers.sections import (
@@ -49,6 +50,9 @@ class RLConfig(Trainer.Config):
     hf_assets_path: Annotated[str, tyro.conf.Suppress] = ""
     model: ModelSection = field(default_factory=ModelSection)
     """Which model."""
+    # Suppressed: adapters are part of the model.
+    lora: Annotated[LoraSection | None, tyro.conf.Suppress] = None
+    """Adapters that are trained in place of the weights."""
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     """Which composition, and how many optimiser steps per iteration."""
     advantage: Annotated[object, Choice(ADVANTAGES)] = field(default_factory=lambda: _default().advantage)

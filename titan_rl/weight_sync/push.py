@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 import torch
 from annotated_types import Gt
@@ -24,6 +24,7 @@ from titan_rl.resilience import faults
 from titan_rl.titan.collectives import Collectives
 from titan_rl.types import WeightReceipt, WeightUpdate
 
+Kind = Literal["full", "delta", "lora"]
 PolicyLogprobs = Callable[[Sequence[int]], Sequence[float]]
 """Log-probabilities of tokens 1 to N - 1 of one text under the policy, at temperature 1. Collective."""
 
@@ -64,6 +65,20 @@ class WeightSyncSection:
 
 
 @dataclass(frozen=True, slots=True)
+class Changes:
+    """What a step can change of a policy whose other weights are frozen.
+
+    Attributes:
+        kind: Of the update: merged weights (``"delta"``), which are in the full stream too, or adapters
+            (``"lora"``), which are not and follow it.
+        stream: Iterating it gathers and yields them as they are then.
+    """
+
+    kind: Literal["delta", "lora"]
+    stream: Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
 class PushReport:
     """What a confirmed push took.
 
@@ -94,6 +109,7 @@ class WeightSync:
         policy_logprobs: PolicyLogprobs,
         probe: Sequence[int],
         collectives: Collectives,
+        changes: Changes | None = None,
     ) -> None:
         """Bind both sides.
 
@@ -104,13 +120,18 @@ class WeightSync:
             policy_logprobs: Scores the probe under the policy.
             probe: Token ids of the probe text, at least two.
             collectives: To reject a push on all ranks alike.
+            changes: Those of the policy's weights that training can change, where others are frozen: all that
+                is sent after the first push. None: all of them.
         """
+        self._changes = changes
         self._section, self._stream, self._generator = section, stream, generator
         self._policy_logprobs, self._probe, self._collectives = policy_logprobs, tuple(probe), collectives
         self._served: int | None = None
 
     def push(self, version: int) -> PushReport:
-        """Send all weights and confirm them. A version that is served already is confirmed, not sent again.
+        """Send the weights and confirm them: all of them at first, then those that can have changed.
+
+        A version that is served already is confirmed, not sent again.
 
         Args:
             version: ``policy_version`` of the policy as it is now: the same number means the same weights.
@@ -124,8 +145,14 @@ class WeightSync:
         faults.at("sync.begin")
         self._agree(self._alteration())  # of the version that was served until now
         if version != self._served:
-            self._served = None
-            self._agree(self._deliver(version, sent, sizes))
+            base, self._served = self._served, None
+            for kind, stream in self._needed(base):
+                arriving: dict[str, int] = {}
+                broken: list[Exception] = []
+                tensors = self._checksummed(stream, arriving, sizes, broken)
+                update = WeightUpdate(kind, version, base if kind == "delta" else None, tensors)
+                self._agree(self._deliver(update, arriving, broken))
+                sent |= arriving
         fault, difference = self._probe_served()
         self._agree(fault or self._alteration())
         self._served = version
@@ -138,31 +165,40 @@ class WeightSync:
             probe_difference=difference,
         )
 
-    def _deliver(self, version: int, sent: dict[str, int], sizes: list[int]) -> str | None:
+    def _needed(self, base: int | None) -> Iterator[tuple[Kind, Iterable[tuple[str, torch.Tensor]]]]:
+        """The updates that bring the generator from the version that it serves, if any, to the next."""
+        changes = self._changes
+        if base is None or changes is None:
+            yield "full", self._stream
+        if changes is not None and (base is not None or changes.kind == "lora"):
+            yield changes.kind, changes.stream
+
+    def _deliver(self, update: WeightUpdate, sent: dict[str, int], broken: list[Exception]) -> str | None:
         """Hand the stream to the generator; returns what went wrong on this rank.
 
         Every tensor of the stream takes a collective. Whatever the generator does with it, this rank goes
         through all of them: the others would wait for it for ever.
         """
-        broken: list[Exception] = []
-        tensors = self._checksummed(sent, sizes, broken)
-        update = WeightUpdate(kind="full", version=version, base_version=None, tensors=tensors)
         receipt, fault = None, None
         try:
             receipt = self._generator.load_weights(update)
         except Exception as error:  # whatever it is, all ranks have to hear of it
             fault = _raised("loading them", error)
-        for _ in tensors:
+        for _ in update.tensors:
             pass
         if broken:
             raise broken[0]  # by the stream, which is the same on all ranks
-        return fault if receipt is None else delivery_fault(sent, receipt, version)
+        return fault if receipt is None else delivery_fault(sent, receipt, update.version)
 
     def _checksummed(
-        self, sent: dict[str, int], sizes: list[int], broken: list[Exception]
+        self,
+        stream: Iterable[tuple[str, torch.Tensor]],
+        sent: dict[str, int],
+        sizes: list[int],
+        broken: list[Exception],
     ) -> Iterator[tuple[str, torch.Tensor]]:
         try:
-            for name, tensor in self._stream:
+            for name, tensor in stream:
                 faults.at("sync.bucket", len(sent))
                 sent[name] = tensor_checksum(tensor)
                 sizes.append(tensor.numel() * tensor.element_size())

@@ -340,6 +340,37 @@ def test_weights_arrive_in_any_order(generator: LocalGenerator, peer: PreTrained
     assert generate(generator, make_requests(), 60) == before
 
 
+CHANGED = ("layers.0.self_attn.k_proj.weight", "layers.0.mlp.up_proj.weight", "layers.1.mlp.up_proj.weight")
+
+
+def test_a_delta_changes_what_it_holds_and_leaves_the_rest(
+    generator: LocalGenerator, peer: PreTrainedModel
+) -> None:
+    newer = copy.deepcopy(peer)
+    with torch.no_grad():
+        for name, parameter in newer.named_parameters():
+            if name.endswith(CHANGED):
+                parameter.mul_(1.5)
+    some = [(name, tensor) for name, tensor in stream(newer) if name.endswith(CHANGED)]
+    receipt = generator.load_weights(WeightUpdate("delta", version=3, base_version=0, tensors=some))
+    assert (receipt.version, receipt.unwritten) == (3, ())
+    assert receipt.checksums == {name: tensor_checksum(tensor) for name, tensor in some}
+    assert len(some) == 3
+    (request,) = make_requests(PROMPTS[:1])
+    (completion,) = generate(generator, [request], 60)
+    expected = peer_logprobs(newer, request, completion, 1.0)
+    assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
+    assert (peer_logprobs(peer, request, completion, 1.0) - expected).abs().max() > 100 * TOLERANCE
+
+
+def test_a_delta_to_another_version_than_the_served_one_is_refused(
+    generator: LocalGenerator, peer: PreTrainedModel
+) -> None:
+    with pytest.raises(GeneratorError, match=r"apply to the served version 0; got one to 7"):
+        generator.load_weights(WeightUpdate("delta", version=8, base_version=7, tensors=[]))
+    assert generator.status().policy_version == 0
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

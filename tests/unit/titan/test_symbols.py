@@ -109,12 +109,13 @@ def test_every_name_of_vllm_exists_and_its_engine_takes_our_arguments():
 def engine_arguments() -> set[str]:
     """Keywords of EngineArgs(...) and keys of the dictionaries that are merged into them."""
     found = set()
-    for name in ("vllm.py", "vllm_engine.py"):
+    for name in ("vllm.py", "vllm_adapters.py", "vllm_engine.py"):
         for node in ast.walk(trees()[PACKAGE / "generation" / name]):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "EngineArgs":
                 found |= {keyword.arg for keyword in node.keywords if keyword.arg}
             elif isinstance(node, ast.FunctionDef) and node.name in (
                 "_device_arguments",
+                "adapter_arguments",
                 "cpu_arguments",
                 "__init__",
             ):

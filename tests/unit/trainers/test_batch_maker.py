@@ -89,6 +89,7 @@ def make_trainer(advantage=None, *, loss=None, shaping=None, collectives=None, *
         config=SimpleNamespace(
             sampling=SamplingSection(max_tokens=16),
             reference=ReferenceSection(),
+            lora=None,
             shaping=shaping or ShapingSection(),
             algorithm=algorithm,
             batching=RLBatchingSection(**sections),

@@ -9,7 +9,7 @@ import torch
 from titan_rl.errors import ConfigError, GeneratorError, HandshakeError
 from titan_rl.functional.checksum import tensor_checksum
 from titan_rl.types import WeightReceipt
-from titan_rl.weight_sync.push import WeightSync, WeightSyncSection, delivery_fault
+from titan_rl.weight_sync.push import Changes, WeightSync, WeightSyncSection, delivery_fault
 
 PROBE = (5, 6, 7, 8)
 OURS = (-1.0, -2.0, -0.5)
@@ -28,6 +28,7 @@ class Receiver:
         self.logprobs, self.on_arrival, self.on_receipt = logprobs, on_arrival, on_receipt
         self.held: dict[str, torch.Tensor] = {}
         self.versions: list[int] = []
+        self.updates: list[tuple[str, int | None]] = []
         self.asked: list[tuple[int, ...]] = []
         self.altered: list[tuple[str, ...]] = []  # answers, one per question
 
@@ -35,7 +36,7 @@ class Receiver:
         return self.altered.pop(0) if self.altered else ()
 
     def load_weights(self, update):
-        assert (update.kind, update.base_version) == ("full", None)
+        self.updates.append((update.kind, update.base_version))
         for name, tensor in update.tensors:
             arrived = self.on_arrival(name, tensor.clone())
             if arrived is not None:
@@ -91,6 +92,7 @@ def test_a_sound_push_is_confirmed_and_measured():
     receiver = Receiver(logprobs=(-1.0, -2.0003, -0.5))
     report = push(receiver)
     assert receiver.versions == [9]
+    assert receiver.updates == [("full", None)]
     assert receiver.asked == [PROBE]
     assert all(torch.equal(receiver.held[name], tensor) for name, tensor in policy().items())
     assert (report.version, report.num_tensors) == (9, 3)
@@ -137,6 +139,34 @@ def test_a_version_that_is_served_already_is_confirmed_and_not_sent_again():
     receiver.logprobs = OURS
     sync.push(5)
     assert (receiver.versions, stream.read) == ([4, 5], 6)
+
+
+def test_after_the_first_push_only_what_can_have_changed_is_sent():
+    receiver, weights = Receiver(), policy()
+    changing = {"layer": weights["layer"]}
+    everything, changes = Counted(weights), Counted(changing)
+    sync = WeightSync(
+        WeightSyncSection(),
+        stream=everything,
+        generator=receiver,
+        policy_logprobs=lambda token_ids: OURS,
+        probe=PROBE,
+        collectives=Ranks(),
+        changes=Changes("delta", changes),
+    )
+    assert sync.push(1).num_tensors == 3
+    changing["layer"] = torch.full((4, 4), 2.0)
+    report = sync.push(2)
+    assert (report.num_tensors, report.num_bytes) == (1, 64)
+    assert receiver.updates == [("full", None), ("delta", 1)]
+    assert torch.equal(receiver.held["layer"], changing["layer"])
+    receiver.logprobs = (-1.0, -2.0, -0.4)
+    with pytest.raises(HandshakeError):
+        sync.push(3)
+    receiver.logprobs = OURS
+    sync.push(4)  # nothing is served that a delta could apply to
+    assert receiver.updates[2:] == [("delta", 2), ("full", None)]
+    assert (everything.read, changes.read) == (6, 2)
 
 
 def test_a_version_that_was_not_confirmed_is_sent_again():

@@ -22,6 +22,7 @@ from titan_rl.tools.check.shrink import shrink_config, shrink_model
 from titan_rl.tools.check.step import Step
 from titan_rl.trainers.checks import check_layout, find_contradictions
 from titan_rl.trainers.configuration import configure
+from titan_rl.trainers.lora_checks import refuse_lora
 
 _TIMEOUT_SECONDS = 900
 _SHOWN_LINES = 30
@@ -48,6 +49,7 @@ def run(document: Document, trainer: str, *, config_path: str, overrides: Sequen
             "trainer", 'be "rl", the default, to be checked', trainer, "Other trainers are not covered yet."
         )
     config: Any = configure(document, trainer)
+    refuse_lora(config, "checked: the small model has no adapters, and all its weights are trained")
     for error in find_contradictions(config, device_type="cuda"):
         raise error
     layouts = sorted(layouts_of(config.parallelism), key=lambda layout: layout.world_size)

@@ -11,6 +11,7 @@ from titan_rl.tools.plan.plan import as_json, make_plan
 from titan_rl.tools.plan.render import render
 from titan_rl.tools.plan.run_facts import GIB
 from titan_rl.trainers.configuration import configure
+from titan_rl.trainers.lora_checks import refuse_lora
 
 
 def run(
@@ -48,6 +49,7 @@ def run(
     if device_gib is None:
         device_gib = 80.0 if device_type == "cuda" else 0.0
     config: Any = configure(document, trainer, device_type=device_type)
+    refuse_lora(config, "planned: memory and traffic would be counted as if all weights were trained")
     plan = make_plan(
         config, world_size=world_size, device_type=device_type, device_bytes=int(device_gib * GIB)
     )
