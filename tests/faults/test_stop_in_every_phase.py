@@ -33,7 +33,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> runs.Run:
 def wait_in(folder: Path, point: str, rank: int) -> walks.Job:
     """A job with a rank that waits at a point."""
     fault = faults.Fault(point, 4 if point.startswith("checkpoint") else 3, rank, 0, "slow=4")
-    job = walks.start(folder, "resilience.grace_seconds", 60, planted=[fault], max_restarts=0)
+    job = walks.start(folder, "resilience.grace_seconds", 10, planted=[fault], max_restarts=0)
     jobs.wait_until(job.run, lambda: faults.witnesses(folder))
     return job
 
