@@ -6,11 +6,14 @@ Every rank writes those of its share of ``texts.json`` to ``world<N>.rank<R>.saf
 import json
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.distributed import fsdp_worker
 from titan_rl.titan.weights import load_hf
+
+ROWS = 6
 
 
 def run(directory: Path) -> None:
@@ -19,6 +22,13 @@ def run(directory: Path) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = fsdp_worker.build(Path(model_dir))
     load_hf(model.policy, model.adapter, model_dir)
-    mine = range(rank, len(texts), size)  # as many as the other's: each forward pass gathers the weights
-    logits = {str(index): fsdp_worker.logits(model, [texts[index]])[0].contiguous() for index in mine}
+    # As many as the other's: each forward pass gathers the weights. Rows are filled up behind their text.
+    mine = list(range(rank, len(texts), size))
+    logits: dict[str, torch.Tensor] = {}
+    for first in range(0, len(mine), ROWS):
+        chosen = mine[first : first + ROWS]
+        longest = max(len(texts[index]) for index in chosen)
+        rows = [texts[index] + [0] * (longest - len(texts[index])) for index in chosen]
+        found = fsdp_worker.logits(model, rows)
+        logits |= {str(i): row[: len(texts[i])].contiguous() for i, row in zip(chosen, found, strict=True)}
     save_file(logits, directory / f"world{size}.rank{rank}.safetensors")

@@ -35,8 +35,7 @@ def started(initial_load_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 
     def start(name: str) -> runs.Run:
         ranks, overrides = RUNS[name]
-        launch = runs.torchrun if name == "vllm on each rank" else runs.start
-        return launch(
+        return runs.start(
             runs.CONFIGS / "grpo.toml",
             "checkpoint.initial_load_path", initial_load_path,
             *overrides,

@@ -128,7 +128,8 @@ def test_a_rank_that_ends_by_itself(mode: str, tmp_path: Path, whole: Callable[[
     walks.note(f"R2 {mode}", job)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("exit1", marks=pytest.mark.faults), "raise"])
+@pytest.mark.faults
+@pytest.mark.parametrize("mode", ["exit1", "raise"])
 def test_without_a_restart_left_the_rank_that_failed_is_what_is_named(mode: str, tmp_path: Path) -> None:
     fault = faults.Fault("forward_backward.0", 3, 1, 0, mode)
     job = walks.start(tmp_path / "run", planted=[fault], max_restarts=0)

@@ -100,7 +100,7 @@ def _models(config: RLTrainer.Config, needs: Needs) -> Iterator[ConfigError]:
             "[lora]",
             "be left out with an advantage that needs a critic, which would have to train all its weights",
             "a table",
-            'Choose an advantage without one, such as algorithm.type = "grpo", or train all weights.',
+            'Choose an advantage without one, such as "group_normalized", or train all weights.',
         )
     if config.reward_model is not None:
         yield ConfigError(
