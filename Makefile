@@ -11,7 +11,7 @@ WORKERS ?= 2
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 1
 SMOLLM2 := models/smollm2-135m
 
-.PHONY: help setup quickstart tiny chain test nightly faults soak lint doctor clean
+.PHONY: help setup quickstart tiny chain test scale nightly faults soak lint doctor clean
 
 help: ## Show these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -42,7 +42,10 @@ test: lint ## Run lint, then all tests and doctests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		--max-worker-restart 1 --doctest-modules titan_rl tests
 
-nightly: setup ## Run what `make test` leaves out: 8 ranks, experts on 4 ranks, more of `titan-rl check`
+scale: setup ## Run four ranks and two nodes, which CI does beside `make test`
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m scale tests
+
+nightly: setup ## Run what `make test` leaves out: 8 ranks, more of `titan-rl check`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly tests
 
 faults: setup ## Kill, stop and corrupt runs at every point; results in outputs/faults.jsonl

@@ -25,9 +25,9 @@ from titan_rl.titan.router_load import RouterLoad
 
 pytestmark = pytest.mark.slow
 PADDED = "one_of_eight"
-# Those of four ranks take a minute and a half: `make nightly`.
+# Those of four ranks take a minute and a half: `make scale`.
 CASES = [
-    pytest.param(world_size, layout, marks=[pytest.mark.nightly] if world_size > 2 else [])
+    pytest.param(world_size, layout, marks=[pytest.mark.scale] if world_size > 2 else [])
     for world_size, layouts in LAYOUTS.items()
     for layout in layouts
 ]

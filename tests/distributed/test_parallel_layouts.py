@@ -14,7 +14,7 @@ from tests.distributed.parallel_worker import FAULTS, LAYOUTS, NAMES, SAVED_UNDE
 from tests.distributed.steps import Step, check_equal, unequal
 
 pytestmark = pytest.mark.slow
-NIGHTLY = pytest.param(8, marks=pytest.mark.nightly)
+FOUR, EIGHT = pytest.param(4, marks=pytest.mark.scale), pytest.param(8, marks=pytest.mark.nightly)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def step(launch, case) -> Step:
     return Step(launch.rest[case]["loss"], launch.rest[case]["metrics"], gradients)
 
 
-@pytest.mark.parametrize("world_size", [2, 4, NIGHTLY])
+@pytest.mark.parametrize("world_size", [2, FOUR, EIGHT])
 @pytest.mark.parametrize("name", [*NAMES, "top_k"])
 def test_every_layout_gives_the_loss_metrics_and_gradients_of_one_rank(launched, expected, world_size, name):
     launch = launched(world_size)
@@ -71,7 +71,7 @@ def test_every_layout_gives_the_loss_metrics_and_gradients_of_one_rank(launched,
         check_equal(step(launch, f"{layout}/{name}"), expected[name])
 
 
-@pytest.mark.parametrize("world_size", [2, 4, NIGHTLY])
+@pytest.mark.parametrize("world_size", [2, FOUR, EIGHT])
 @pytest.mark.parametrize("name", SHARED)
 def test_every_layout_gives_the_same_with_rows_that_share_prompts(launched, expected, world_size, name):
     launch = launched(world_size)
@@ -108,7 +108,7 @@ def on_one_rank(directory, launched):
         return parallel_worker.restored(setup)
 
 
-@pytest.mark.parametrize("world_size", [2, 4, NIGHTLY])
+@pytest.mark.parametrize("world_size", [2, FOUR, EIGHT])
 def test_a_checkpoint_of_one_layout_is_restored_under_every_other(launched, on_one_rank, world_size):
     launch, layouts = launched(world_size), list(LAYOUTS[world_size])
     if SAVED_UNDER in layouts:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration import runs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.scale]
 
 STEPS, PROMPTS, GROUP_SIZE = 3, 8, 8
 LAYOUT = ("parallelism.tensor_parallel_degree", 2, "parallelism.data_parallel_shard_degree", 2)

@@ -94,7 +94,7 @@ def test_sigterm_to_one_rank_ends_both_at_one_step(rank: int, tmp_path: Path, wh
     check_resume(run, whole, check_preempted(run))
 
 
-@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.faults), 6])
+@pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.faults)])
 def test_sigterm_in_an_evaluation_leaves_it_to_the_next_start(
     step: int, tmp_path: Path, whole: runs.Run
 ) -> None:
@@ -224,7 +224,7 @@ def test_a_supervised_run_and_a_run_on_pairs_stop_alike(tmp_path: Path) -> None:
         pytest.param("dpo", "summary.json", "evaluations", marks=pytest.mark.faults),
     ],
 )
-@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.faults), 4])
+@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.faults)])
 def test_sigterm_in_an_evaluation_without_rollouts_leaves_it_to_the_next_start(
     config: str, file: str, key: str, step: int, tmp_path: Path
 ) -> None:
