@@ -45,7 +45,7 @@ test: lint ## Run lint, then all tests and doctests
 scale: setup ## Run four ranks and two nodes, which CI does beside `make test`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m scale tests
 
-nightly: setup ## Run what `make test` leaves out: 8 ranks, more of `titan-rl check`
+nightly: setup ## Run what `make test` leaves out: 8 ranks, compiled layers, more of `titan-rl check`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly tests
 
 faults: setup ## Kill, stop and corrupt runs at every point; results in outputs/faults.jsonl

@@ -62,7 +62,13 @@ def parallel_dims(*degrees: tuple[str, Any]) -> ParallelDims:
 
 
 def without_models(
-    spec: Any, *, rows: int = 8, seq_len: int = 2048, activation_checkpoint: Any = None, **parallel: Any
+    spec: Any,
+    *,
+    rows: int = 8,
+    seq_len: int = 2048,
+    activation_checkpoint: Any = None,
+    compile: CompileConfig | None = None,
+    **parallel: Any,
 ) -> Rank:
     """What a trainer holds before its models are built.
 
@@ -71,6 +77,7 @@ def without_models(
         rows: ``training.local_batch_size``.
         seq_len: ``training.seq_len``.
         activation_checkpoint: ``[activation_checkpoint]``.
+        compile: ``[compile]``; off by default.
         parallel: ``[parallelism]``.
     """
     parallelism = ParallelismConfig(**parallel)
@@ -86,7 +93,7 @@ def without_models(
             model_spec=spec,
             training=training,
             parallelism=parallelism,
-            compile=CompileConfig(enable=False),
+            compile=compile or CompileConfig(enable=False),
             activation_checkpoint=activation_checkpoint,
             dump_folder="",
         ),
